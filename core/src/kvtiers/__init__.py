@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvtiers.tiering.manager import TieringManager
     from kvtiers.types import (
         BlockSpec,
+        ChunkBlocks,
         ChunkIds,
         LoadPlan,
         OffloadEvent,
@@ -51,6 +52,7 @@ __all__ = [
     "BlockHolder",
     "BlockSpec",
     "CacheLayout",
+    "ChunkBlocks",
     "ChunkIds",
     "Client",
     "CopySettings",
@@ -107,6 +109,7 @@ _NAMES_BY_MODULE = {
     "kvtiers.tiering.manager": ("TieringManager",),
     "kvtiers.types": (
         "BlockSpec",
+        "ChunkBlocks",
         "ChunkIds",
         "LoadPlan",
         "OffloadEvent",

@@ -26,9 +26,9 @@ from typing import Any
 __all__ = ["LOGGERS", "QueuedLogs", "dropped_lines", "flush_logs", "queue_logs"]
 
 LOGGERS = (
-    "kvtiers", "kvtiers.control", "kvtiers.gpu", "kvtiers.lmcache", "kvtiers.plugins", "kvtiers.record",
-    "kvtiers.region", "kvtiers.scheduler", "kvtiers.secondary", "kvtiers.sglang", "kvtiers.status", "kvtiers.tiering",
-    "kvtiers.vllm", "kvtiers.what_if",
+    "kvtiers", "kvtiers.control", "kvtiers.events", "kvtiers.gpu", "kvtiers.lmcache", "kvtiers.plugins",
+    "kvtiers.record", "kvtiers.region", "kvtiers.scheduler", "kvtiers.secondary", "kvtiers.sglang", "kvtiers.status",
+    "kvtiers.tiering", "kvtiers.vllm", "kvtiers.what_if",
 )  # fmt: skip
 """All that core and its integrations log to: a filter on a logger does not see what its children log."""
 

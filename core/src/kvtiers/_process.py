@@ -118,12 +118,20 @@ def hold_standard_descriptors() -> None:
             os.set_inheritable(fd, True)
 
 
-def die_with_parent(parent: int) -> None:
-    """Make this process end when its parent, which had this id, does, and at once if it has ended already."""
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal when its parent, which had this id, ends; end at once if it has ended already."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the signal was armed
         os._exit(0)
+
+
+def run(command: Sequence[str]) -> int:
+    """Run a program in this process's group to its end; return its exit status. OSError if it cannot be started."""
+    import subprocess
+
+    status = subprocess.run(command, check=False).returncode  # noqa: S603 -- an operator's own, without a shell
+    return status if status >= 0 else 128 - status
 
 
 def wait_unreaped(process: "subprocess.Popen[bytes]") -> None:

@@ -33,7 +33,10 @@ from functools import partial
 from typing import Any
 
 from kvtiers._failures import error_text
+from kvtiers.api import ConfigError
+from kvtiers.api.keys import OffloadKey
 from kvtiers.api.units import format_size
+from kvtiers.layout.storage_name import check_tenant
 from kvtiers.region.connection import AcceptRate
 from kvtiers.region.handshake import peer_credentials
 from kvtiers.tiering.commands import Command, CommandRefused
@@ -56,6 +59,7 @@ _PAUSE_SECONDS = 0.1
 _REMEMBERED = 20
 _LONGEST_NOTE = 500
 _FEWEST_DIGITS = 8  # of a fingerprint: fewer may be a slip
+_UNNOTED = frozenset({"warm-keys"})  # which come all the time; the begin and the end of a warm-up are noted
 _RATES = ("bytes_per_second", "requests_per_second")
 _process = secrets.token_hex(4)
 _numbers = iter(range(1 << 62))
@@ -92,6 +96,28 @@ class Request:
             raise CommandRefused(f"{name!r} is {value!r}; expected a number")
         return value
 
+    def whole(self, name: str) -> int:
+        """Return an argument that is a whole number."""
+        number = self.number(name)
+        if number is None or number != int(number):
+            raise CommandRefused(f"{name!r} is {number!r}; expected a whole number")
+        return int(number)
+
+    def flag(self, name: str) -> bool:
+        """Return an argument that is true or false; False where it is not given."""
+        value = self._arguments.pop(name, False)
+        if not isinstance(value, bool):
+            raise CommandRefused(f"{name!r} is {value!r}; expected true or false")
+        return value
+
+    def keys(self, name: str) -> list[list[OffloadKey]]:
+        """Return an argument that is a list of lists of keys in hexadecimal digits."""
+        value = self._arguments.pop(name, None)
+        try:
+            return [[bytes.fromhex(key) for key in keys] for keys in value or ()]
+        except (TypeError, ValueError):
+            raise CommandRefused(f"{name!r} is no list of lists of keys in hexadecimal digits") from None
+
     def has(self, name: str) -> bool:
         """Return whether an argument is given."""
         return name in self._arguments
@@ -113,6 +139,7 @@ class EngineActions:
     def actions(self) -> dict[str, Action]:
         """Return the actions by name."""
         actions: dict[str, Action] = {"switch": self._switch, "drain": self._drain, "clear": self._clear}
+        actions |= _WarmUpActions(self._manager, self.in_step).actions()
         if self._manager.live is not None:
             live = _LiveActions(self._manager.live, self.in_step)
             actions |= {"limit": live.limit, "reload": live.reload, "attach": live.attach, "detach": live.detach}
@@ -144,9 +171,21 @@ class EngineActions:
             raise CommandRefused("give one of fingerprint, model and tenant; nothing was changed")
         ((what, wanted),) = of.items()
         if what == "tenant":
-            raise CommandRefused("names have no tenants in this release, so no chunk is one's; nothing was changed")
+            return self._clear_tenant(request, wanted)
         done = self.in_step(request, partial(self._clear_if, what, wanted))
         return f"{done['cleared_chunks']} chunks forgotten; what the tiers hold stays: 'kvtiers store' removes it", done
+
+    def _clear_tenant(self, request: Request, tenant: str) -> tuple[str, Mapping[str, Any]]:
+        try:
+            check_tenant(tenant)
+        except ConfigError as error:
+            raise CommandRefused(f"{error}; nothing was changed") from None
+        if not self._manager.tenants.is_on:
+            raise CommandRefused("this engine's config has no 'tenants', so no chunk is one's; nothing was changed")
+        unfinished = "chunks that are in use stay until they are free; clear it again"
+        done = self.in_step(request, self._manager.operations.clear_tenant(tenant), unfinished)
+        text = "chunks of tenant {!r} forgotten; what the tiers hold stays: 'kvtiers store prune --tenant' removes it"
+        return f"{done['cleared_chunks']} {text.format(tenant)}", done
 
     def _clear_if(self, what: str, wanted: str) -> dict[str, Any]:
         """Clear the primary, if all that it has is of this fingerprint or model; engine's thread."""
@@ -177,6 +216,54 @@ class EngineActions:
         with contextlib.suppress(queue.Empty):
             return command.answer(_LATE_SECONDS)
         raise CommandRefused(f"it has begun, and has not ended in {waited:.3g}s; {unfinished or 'see the log'}")
+
+
+class _WarmUpActions:
+    """The actions of a warm-up: its begin, its keys (also none of them, to ask how far it is), and its end."""
+
+    def __init__(self, manager: TieringManager, in_step: Callable[..., Mapping[str, Any]]) -> None:
+        self._manager = manager
+        self._operations = manager.operations
+        self._in_step = in_step
+
+    def actions(self) -> dict[str, Action]:
+        """Return the actions by name."""
+        return {"warm": self.begin, "warm-keys": self.keys, "warm-end": self.end}
+
+    def begin(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        """Begin to fill the primary from a tier."""
+        tier = request.text("tier")
+        limits = [request.number(name, default=None) for name in ("bytes_per_second", "most_bytes")]
+        request.end()
+        done = dict(self._in_step(request, lambda: self._operations.warm_up(tier, *limits)))
+        done["tokens_per_chunk"] = list(self._manager.tokens_per_chunk)
+        done["fingerprint"] = self._manager.fingerprint()
+        return f"warm-up {done['id']} from {tier} has begun", done
+
+    def keys(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        """Give a warm-up more keys, as far as it takes them now."""
+        number = request.whole("id")
+        runs = request.keys("prefixes")
+        continues, is_last = request.flag("continues"), request.flag("last")
+        request.end()
+        done = self._in_step(
+            request, lambda: self._operations.warm_up_keys(number, runs, continues=continues, is_last=is_last)
+        )
+        return f"warm-up {number}: {_so_far(done)}", done
+
+    def end(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        """Stop a warm-up, if it is not over, and return what has come of it."""
+        number = request.whole("id")
+        request.end()
+        done = self._in_step(request, lambda: self._operations.warm_up_end(number))
+        return f"warm-up {number}: {_so_far(done)}; {done['ended']}", done
+
+
+def _so_far(done: Mapping[str, Any]) -> str:
+    return (
+        f"{done['loaded']} chunks loaded, {done['resident']} were in memory, {done['missing']} are not in the tier, "
+        f"{done['failed']} failed"
+    )
 
 
 class _LiveActions:
@@ -290,14 +377,15 @@ class ControlSocket:
             self._free.release()
 
     def _answer(self, connection: socket.socket, pid: int, uid: int) -> dict[str, Any]:
-        what = "a command that is none"
+        what, action = "a command that is none", ""
         try:
             action, arguments, seconds = _parse(_read_command(connection))
             what = " ".join([action, *(f"{name}={value!r}" for name, value in arguments.items())])[:_LONGEST_NOTE]
             answer = self._do(action, Request(arguments, time.monotonic() + seconds))
         except CommandRefused as refusal:
             answer = {"error": str(refusal)}
-        self._note(pid, uid, what, f"refused: {answer['error']}" if "error" in answer else answer["text"])
+        if "error" in answer or action not in _UNNOTED:
+            self._note(pid, uid, what, f"refused: {answer['error']}" if "error" in answer else answer["text"])
         return answer
 
     def _do(self, action: str, request: Request) -> dict[str, Any]:

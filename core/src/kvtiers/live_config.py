@@ -14,6 +14,7 @@ from kvtiers.api import ConfigError, KvtiersError, TierConfig
 from kvtiers.api.config import dump_resolved, load_resolved
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.config.options import may_change
+from kvtiers.encryption.config import encryption_of
 from kvtiers.host.messages import Limits
 from kvtiers.plugins import load_tier
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -49,6 +50,7 @@ class LiveEngine:
     ) -> None:
         self._config = config
         self._operations = manager.operations
+        self._add_event_tier = manager.add_event_tier
         self._tiers = tiers
         self._options = options
         self._configs = {tier.tier_name: tier for tier in config.secondary}
@@ -93,6 +95,7 @@ class LiveEngine:
                 was_added = True
                 self._tiers.add(slot)
                 self._operations.add(slot, place)
+                self._add_event_tier(config)
                 self._configs[name] = config
                 return {}
 
@@ -154,6 +157,11 @@ class LiveEngine:
             raise CommandRefused(f"{name}: a tier with a 'host' of several tiers is opened at the start only")
         if load_tier(tier.type).kind == "manager":
             raise CommandRefused(f"{name}: a tier that moves its rows by itself is opened at the start only")
+        if encryption_of(tier, config.encryption) != encryption_of(tier, self._config.encryption):
+            raise CommandRefused(
+                f"{name}: {config.source} has another 'encryption' than this engine, which reads it at its start only; "
+                "restart the engine"
+            )
         try:
             slot = self._tiers.build(tier, self._next_index)
         except KvtiersError as error:

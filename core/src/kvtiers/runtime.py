@@ -23,6 +23,8 @@ from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.gpu.settings import CopySettings
 from kvtiers.gpu.worker import GpuWorker
+from kvtiers.kv_events.naming import OWN_NAMES, EventNaming, event_groups
+from kvtiers.kv_events.open import event_publisher
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.layout.storage_name import StorageNames
@@ -36,9 +38,10 @@ from kvtiers.region.ranks import PrefaultEnded, RankJoined, RankLost
 from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
 from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tier_set import TierRows, TierSet
+from kvtiers.tiering.engine_side import EventSide
 from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.manager import TieringManager, Tracing
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.what_if.keys_only import Case, CaseTier
 from kvtiers.what_if.what_if_thread import WhatIf
@@ -78,18 +81,19 @@ def open_manager(
     way_in: str = "by its Python API",
     release: str = "",
     memory: EarlyMemory | None = None,
+    naming: EventNaming = OWN_NAMES,
+    listener: EventSide | None = None,
 ) -> TieringManager:
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
     ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
     the caller takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
-    engine's, for what is recorded beside the values. ``memory``: by ``begin_memory``, for
-    this config. ConfigError or StartError, in one line each, if it cannot start.
+    engine's, for what is recorded beside the values. ``memory``: by ``begin_memory``, for this config. ``naming``: how
+    KV events name the engine; ``listener``: its own, of the manager's. ConfigError or StartError if it cannot start.
     """
     hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
-    layout = with_model(config, layout)
-    engine_id = engine_id or secrets.token_hex(8)
+    layout, engine_id = with_model(config, layout), engine_id or secrets.token_hex(8)
     with _threads_are_there(), contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
@@ -97,16 +101,16 @@ def open_manager(
             undo.callback(memory.close)
         region = _create_region(config, layout, engine_id, memory)
         undo.callback(_release_region, region)
-        primary = _primary(config, region, record_events=record_events)
+        primary = _primary(config, region, record_events=record_events or bool(listener or config.events))
         undo.callback(primary.close)  # it holds the rows' memory
         engine = _Engine(config, layout, region, primary, logs, release)
         undo.callback(engine.close_region)
         undo.callback(engine.close_tiers, 0.0)
         engine.write_start_line(way_in)
-        recorder = _recorder(config, layout)
-        if recorder is not None:
-            undo.callback(recorder.close, 0.0)
-        prior = prior_seconds_per_token(layout)
+        recorder = _recorder(config, layout, undo)
+        publisher = _publisher(config, layout, naming, undo)
+        tracing = _tracing(config, layout, engine_id, undo)
+        options = partial(_tiering_options, prior=prior_seconds_per_token(layout))
         what_if = _what_if(config, layout, region)  # last: nothing below starts a thread, which can fail
         manager = TieringManager(
             engine_id,
@@ -114,12 +118,17 @@ def open_manager(
             engine.slots,
             [layout.tokens_per_chunk(group) for group in range(len(layout.groups))],
             engine,
-            _tiering_options(config, prior),
+            options(config),
             recorder=recorder,
             prefix_group=layout.prefix_group,
             what_if=what_if,
+            tracing=tracing,
+            publisher=publisher,
+            listener=listener,
+            keep_events=record_events,
+            tenants=config.tenant_rule(),
         )
-        manager.live = LiveEngine(config, manager, engine.tiers, partial(_tiering_options, prior=prior))
+        manager.live = LiveEngine(config, manager, engine.tiers, options)
         undo.pop_all()
     return manager
 
@@ -221,7 +230,9 @@ def _primary(config: OffloadConfig, region: OffloadRegion, *, record_events: boo
         policy=config.primary.eviction,
         protected_share=config.budgets.protected,
         protect_seconds=config.budgets.protect_for,
+        kept_share=config.budgets.kept,
         record_events=record_events,
+        shares=config.tenants.shares() if config.tenants is not None else None,
     )
 
 
@@ -230,11 +241,37 @@ def _release_region(region: OffloadRegion) -> None:
     _anonymous_regions.pop(region.engine_id, None)
 
 
-def _recorder(config: OffloadConfig, layout: CacheLayout) -> Recorder | None:
+def _recorder(config: OffloadConfig, layout: CacheLayout, undo: contextlib.ExitStack) -> Recorder | None:
     if config.record is None:
         return None
     group = layout.prefix_group
-    return Recorder(config.record.path, config.record.max_bytes, layout.groups[group].tokens_per_block, group)
+    tokens_per_block = layout.groups[group].tokens_per_block
+    recorder = Recorder(config.record.path, config.record.max_bytes, tokens_per_block, group)
+    undo.callback(recorder.close, 0.0)
+    return recorder
+
+
+def _publisher(
+    config: OffloadConfig, layout: CacheLayout, naming: EventNaming, undo: contextlib.ExitStack
+) -> EventSide | None:
+    publisher = event_publisher(config, event_groups(layout, naming), naming.rank)
+    if publisher is not None:
+        undo.callback(publisher.close, 0.0)
+    return publisher
+
+
+def _tracing(config: OffloadConfig, layout: CacheLayout, engine_id: str, undo: contextlib.ExitStack) -> Tracing | None:
+    """Return the parts that record spans, with their writer; ConfigError if the extra is not installed."""
+    if config.tracing is None:
+        return None
+    # Imported here: nothing of it is loaded where it is off.
+    from kvtiers.tiering.span_writer import SpanWriter, otlp_exporter
+    from kvtiers.tiering.spans import SpanQueue, traced
+
+    queue = SpanQueue(config.tracing.sample, [layout.payload_bytes(group) for group in range(len(layout.groups))])
+    writer = SpanWriter(queue, otlp_exporter(config.tracing.endpoint), engine_id)
+    undo.callback(writer.close, 0.0)
+    return traced(queue, writer.close)
 
 
 def _what_if(config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> WhatIf | None:
@@ -315,6 +352,7 @@ class _Engine:
             self._namespace,
             self._names,
             described(self._names, self._layout, release),
+            encryption=config.encryption,
         )
         self.slots = self.tiers.slots
 

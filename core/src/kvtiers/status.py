@@ -178,13 +178,17 @@ def answer_status(
     what_if: Callable[[], Mapping[str, Any]] = dict,
     control: ControlSocket | None = None,
     engine_figures: Callable[[], Mapping[str, float]] = dict,
+    stats: Callable[[], Mapping[str, Any]] = dict,
+    events: Callable[[], Mapping[str, Any]] = dict,
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on. ``troubles``: closed with the answer.
 
     ``figures()``: by tier, the fields of ``TierMetrics``; ``own``: the tier's own figures; ``off``: why it is not used
     here, or ""; ``shared``, ``tokens``, ``saved_seconds``; and ``left_out_requests`` where there can be any.
     ``what_if()``: the report of the shadow caches, empty where there are none. ``control``: closed with the answer.
-    ``engine_figures()``: of the engine itself, by ``figures_of_engine``, where there are any.
+    ``engine_figures()``: of the engine itself, by ``figures_of_engine``, where there are any. ``stats()``: all that is
+    counted, as a manager's, for ``kvtiers metrics``; empty: nothing. ``events()``: the report of the publisher of KV
+    events, empty where there is none.
     """
 
     def status() -> dict[str, Any]:
@@ -199,6 +203,8 @@ def answer_status(
             "tiers": found,
             "what_if": dict(what_if()),
             "figures": dict(engine_figures()),
+            "stats": dict(stats()),
+            "events": dict(events()),
             "control": "" if control is None else control.name,
             "commands": [] if control is None else list(control.latest),
         }
@@ -298,6 +304,8 @@ def _is_answer(status: Mapping[str, Any]) -> bool:
         return False
     if not all(isinstance(status.get(name), str) for name in _TEXTS) or not isinstance(status.get("control", ""), str):
         return False
+    if not _is_report(status.get("events", {})):
+        return False
     figures = status.get("figures", {})  # an engine that started before an upgrade says neither of these
     if not (isinstance(figures, dict) and all(isinstance(figure, int | float) for figure in figures.values())):
         return False
@@ -307,6 +315,17 @@ def _is_answer(status: Mapping[str, Any]) -> bool:
         and all(isinstance(tier.get(name), int | float) for name in _TIER_NUMBERS)
         and all(isinstance(value, str | int | float | None) for value in tier.values())
         for tier in status["tiers"].values()
+    )
+
+
+def _is_report(events: Any) -> bool:
+    """Return whether this is the report of a publisher of KV events, or says that there is none."""
+    return isinstance(events, dict) and (
+        not events
+        or (
+            all(isinstance(events.get(name), str) for name in ("endpoint", "error"))
+            and all(isinstance(events.get(name), int) for name in ("batches", "chunks", "dropped_chunks"))
+        )
     )
 
 

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from kvtiers._failures import logged_boundary
-from kvtiers.api import ChunkStore, SecondaryTierManager, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.api import ChunkStore, ConfigError, SecondaryTierManager, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.encryption.config import EncryptionConfig, encryption_of
 from kvtiers.host.messages import Limits
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
@@ -64,7 +65,9 @@ class TierSet:
         described: Described | None,
         *,
         is_awaited: bool = False,
+        encryption: EncryptionConfig | None = None,
     ) -> None:
+        self._encryption = encryption
         self._rows = rows
         self._namespace = namespace
         self._names = names
@@ -164,7 +167,14 @@ class TierSet:
         hosted = HostedRegion(
             rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps, rows.claims
         )
-        return TierHosts(hosted, self._namespace, lambda: self._names, self._described, is_awaited=is_awaited)
+        return TierHosts(
+            hosted,
+            self._namespace,
+            lambda: self._names,
+            self._described,
+            is_awaited=is_awaited,
+            encryption=self._encryption,
+        )
 
     def _slot(self, index: int, config: TierConfig) -> TierSlot:
         slot, tier = self._built(index, config)
@@ -177,6 +187,8 @@ class TierSet:
         tier: ChunkStoreTier | SealedTier
         if plugin.kind == "manager":
             opener = self._opener(plugin, config, SecondaryTierManager)
+            if encryption_of(config, self._encryption) is not None:  # of a config that was changed after it was loaded
+                raise ConfigError(f"{name}: its values cannot be encrypted, since it moves them by itself")
             tier = SealedTier(config, opener, self._views, self._names, self._rows.sizes)
         else:
             tier = ChunkStoreTier(config, self._pool(plugin, config))
@@ -189,6 +201,7 @@ class TierSet:
             config.may_lose,
             None if config.writes_per_hour is None else config.writes_per_hour / value_bytes,
             capacity // value_bytes if isinstance(capacity, int) else None,
+            type(config).shareable,
         )
         return TierSlot(index, tier, options), tier
 
@@ -199,7 +212,9 @@ class TierSet:
             name = config.tier_name
             _log.warning("%s: no tier host, since none could map this region: its io is 'thread'", name)
         opener = self._opener(plugin, config, ChunkStore)
-        backend = InProcessBackend(config, opener, self._views, self._names, self._rows.sizes, self._described)
+        backend = InProcessBackend(
+            config, opener, self._views, self._names, self._rows.sizes, self._described, self._encryption
+        )
         return HostPool([PooledHost(config.tier_name, backend)])
 
     def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:

@@ -1,6 +1,23 @@
 """The YAML file: read, validated and explained. ``load_config`` is the way in."""
 
 from kvtiers.config.load import load_config
-from kvtiers.config.models import BudgetConfig, ModelConfig, OffloadConfig, PrimaryConfig, RecordConfig
+from kvtiers.config.models import (
+    BudgetConfig,
+    EventsConfig,
+    EventTierConfig,
+    ModelConfig,
+    OffloadConfig,
+    PrimaryConfig,
+    RecordConfig,
+)
 
-__all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig", "RecordConfig", "load_config"]
+__all__ = [
+    "BudgetConfig",
+    "EventTierConfig",
+    "EventsConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "PrimaryConfig",
+    "RecordConfig",
+    "load_config",
+]

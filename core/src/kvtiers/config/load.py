@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from kvtiers.api.config import HOST_OPTIONS, expand_variables
 from kvtiers.config.models import OffloadConfig
 from kvtiers.config.problems import one_line, problems_in, shown
 from kvtiers.config.yaml_text import parse_yaml
+from kvtiers.encryption.key_source import check_sources
 from kvtiers.plugins import did_you_mean, installed_tiers, load_tier
 
 __all__ = ["load_config"]
@@ -69,7 +70,15 @@ def _validate(document: Mapping[Any, Any]) -> OffloadConfig:
         config = OffloadConfig.model_validate(document)
     except ValidationError as error:
         raise ConfigError([*problems_in(error, OffloadConfig, document), *tier_problems]) from None
-    problems = [*_eviction_problems(config.primary.eviction), *tier_problems]
+    problems = [*_eviction_problems(config.primary.eviction), *_encryption_problems(config), *tier_problems]
+    if config.tenants is not None:
+        problems += config.tenants.problems(config.namespace)
+    else:
+        problems += [
+            f"secondary[{index}] ({tier.type}): quotas: the config has no 'tenants'; add 'tenants: {{}}'"
+            for index, tier in enumerate(tiers)
+            if tier.quotas and not tier_problems
+        ]
     if problems:
         raise ConfigError(problems)
     return config
@@ -84,6 +93,34 @@ def _eviction_problems(name: str) -> list[str]:
     except ConfigError as error:
         return [f"primary.eviction: {problem}" for problem in error.problems]
     return []
+
+
+def _encryption_problems(config: OffloadConfig) -> list[str]:
+    """Return what stands in the way of encryption: nothing is stored in clear that was to be encrypted."""
+    if config.encryption is None:
+        return [
+            f"{where}: encrypt: there is no key to encrypt with; add 'encryption' to the config, or leave it out"
+            for where, tier in _placed(config.secondary)
+            if "encrypt" in tier.model_fields_set and tier.encrypt
+        ]
+    problems = [
+        f"{where}: values cannot be encrypted here, since a tier of this type moves them by itself; write "
+        "'encrypt: false' to store them in clear, or leave 'encryption' out"
+        for where, tier in _placed(config.secondary)
+        if tier.encrypt and load_tier(tier.type).kind == "manager"
+    ]
+    problems += [
+        f"{where}: compression: encrypted values are not compressed: their bytes have no pattern; leave 'compression' "
+        "out, or write 'encrypt: false' to store them in clear"
+        for where, tier in _placed(config.secondary)
+        if tier.encrypt and tier.compression != "none"
+    ]
+    return [*problems, *check_sources(config.encryption)]
+
+
+def _placed(tiers: Sequence[TierConfig]) -> Iterator[tuple[str, TierConfig]]:
+    for index, tier in enumerate(tiers):
+        yield f"secondary[{index}] ({tier.type})", tier
 
 
 def _tiers(entries: Any) -> tuple[list[TierConfig], list[str]]:

@@ -1,5 +1,7 @@
 """The config models: sizes in bytes, durations in seconds, shares as fractions."""
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, field_validator, model_validator
@@ -7,11 +9,25 @@ from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, field_
 from kvtiers.api import ConfigError, Duration, Share, Size, StrictModel, TierConfig
 from kvtiers.api.config import LIVE
 from kvtiers.api.units import DURATION, parse_duration
+from kvtiers.config.tenants import TenantsConfig
+from kvtiers.encryption.config import EncryptionConfig, refuse_key
 from kvtiers.layout.storage_name import check_namespace
+from kvtiers.layout.tenants import Tenants
 from kvtiers.region.memfd import DEFAULT_WINDOW, MOST_NODES, HugePages, PrefaultMode
 
-__all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig", "RecordConfig"]
+__all__ = [
+    "BudgetConfig",
+    "EventTierConfig",
+    "EventsConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "PrimaryConfig",
+    "RecordConfig",
+]
 
+_TCP = re.compile(r"tcp://([^\s/:@]+|\[[0-9a-fA-F:.*]+\]):([0-9]{1,5})")
+_ABSTRACT = re.compile(r"ipc://@[\x21-\x7e]{1,90}")
+_LAST_PORT = 65_535
 _MOVING_REVISIONS = {"main", "master", "head", "latest"}
 
 
@@ -117,6 +133,9 @@ class BudgetConfig(StrictModel):
     one_tier: Share = Field(default=0.25, description="most rows that one tier may pin", json_schema_extra=LIVE)
     protected: Share = Field(default=0.40, description="most promoted rows that are kept until they are read")
     protect_for: Duration = Field(default=10.0, description="longest time that such a row is kept")
+    kept: Share = Field(
+        default=0.50, description="most rows that hints of requests (ttl, priority) keep; 0: hints keep none"
+    )
 
     @model_validator(mode="after")
     def _fit(self) -> "BudgetConfig":
@@ -136,6 +155,77 @@ class RecordConfig(StrictModel):
     max_bytes: Size = Field(default=1 << 30, gt=0, description="size at which the recording ends")
 
 
+class TracingConfig(StrictModel):
+    """Spans of sampled requests' lookups, loads and stores, for OpenTelemetry; needs the extra ``kvtiers[otel]``."""
+
+    sample: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="share of the requests that have no trace context; one that has is in the sample if that says so",
+    )
+    endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://\S+$",
+        description="URL to which spans are sent by OTLP over HTTP, with its path (/v1/traces); "
+        "default: OpenTelemetry's own environment variables",
+    )
+
+
+class EventTierConfig(StrictModel):
+    """What KV events say of a tier."""
+
+    medium: str = Field(
+        default="STORAGE", min_length=1, description="medium of the tier's events; routers weight blocks by it"
+    )
+    locality: Literal["LOCAL", "REMOTE"] | None = Field(
+        default=None,
+        description="LOCAL: only this machine has the tier; REMOTE: others share it; default: by the tier's type",
+    )
+
+
+class EventsConfig(StrictModel):
+    """KV events for routers, as vLLM publishes them: ZMQ, msgpack, with a buffer for replays."""
+
+    endpoint: str = Field(
+        default="tcp://*:5557",
+        description="ZMQ endpoint of the events; as in vLLM one with '*' or '::' is bound, any other connected to",
+    )
+    bind: bool | None = Field(default=None, description="bind the endpoint, or connect to it; default: by its form")
+    replay_endpoint: str | None = Field(
+        default=None, description="ZMQ endpoint to bind, at which a subscriber asks for batches again"
+    )
+    topic: str = Field(default="", description="topic of each message; llm-d expects kv@POD@MODEL")
+    buffer_steps: int = Field(default=10_000, ge=0, description="batches kept for replays")
+    buffer_bytes: Size = Field(default=64 << 20, ge=0, description="most bytes of the batches kept for replays")
+    max_waiting: int = Field(
+        default=100_000, ge=1, description="blocks whose events wait to be sent; the oldest of more are dropped"
+    )
+    hwm: int = Field(default=10_000, ge=100, description="batches that wait for one slow subscriber; it loses others")
+    hashes: Literal["int", "bytes"] = Field(
+        default="int", description="block hashes as their last 64 bits, as vLLM's default is, or whole"
+    )
+    encoding: Literal["map", "array"] = Field(
+        default="map", description="an event by its fields' names, as vLLM 0.30 and later write it, or by their order"
+    )
+    tokens: bool = Field(default=True, description="publish token ids, by which routers index blocks")
+    tiers: Mapping[str, EventTierConfig] = Field(default={}, description="what events say of a tier, by its name")
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _can_be_opened(cls, endpoint: str | None) -> str | None:
+        if endpoint is None or _ABSTRACT.fullmatch(endpoint):
+            return endpoint
+        if (tcp := _TCP.fullmatch(endpoint)) and int(tcp[2]) <= _LAST_PORT:
+            return endpoint
+        if endpoint.startswith("ipc://"):
+            raise ValueError(
+                f"{endpoint!r} is a socket file, which stays behind when the engine is killed; expected a socket "
+                "without one, such as 'ipc://@kvtiers-events'"
+            )
+        raise ValueError(f"expected tcp://HOST:PORT, such as 'tcp://*:5557', or ipc://@NAME, got {endpoint!r}")
+
+
 class OffloadConfig(StrictModel):
     """A whole config, as ``load_config`` returns it: each secondary tier is an instance of its plugin's own model."""
 
@@ -144,10 +234,13 @@ class OffloadConfig(StrictModel):
     model: ModelConfig | None = Field(default=None, description="the model, where no adapter fills it in")
     primary: PrimaryConfig = Field(description="the CPU tier")
     secondary: tuple[SerializeAsAny[TierConfig], ...] = Field(default=(), description="the tiers below, in this order")
+    encryption: EncryptionConfig | None = Field(
+        default=None, description="encrypt what the tiers hold, and the names of it, with a key of this namespace"
+    )
     lookup_wait: Duration = Field(
         default=0.02,
         description="longest wait of a request for a tier's answer; with 'load_wait: auto' at least 15% of what "
-        "computing its prompt takes",
+        "computing its prompt takes, 110% while the tier loads for others",
         json_schema_extra=LIVE,
     )
     load_wait: LoadWait = Field(
@@ -163,17 +256,32 @@ class OffloadConfig(StrictModel):
         default=0.05, description="rows kept free or clean, ahead of need, for tiers with 'admission: on_eviction'"
     )
     record: RecordConfig | None = Field(default=None, description="record the engine's requests, without their tokens")
+    tracing: TracingConfig | None = Field(default=None, description="send spans of sampled requests to OpenTelemetry")
+    events: EventsConfig | None = Field(default=None, description="publish KV events, for llm-d's and Dynamo's routers")
     what_if: bool = Field(
         default=False,
         description="shadow caches of keys alone, for 'kvtiers status --what-if'; at most 0.5% of a core, some 90 MiB",
     )
 
+    tenants: TenantsConfig | None = Field(
+        default=None, description="tenants that share no values, and their shares of the primary"
+    )
+
     _source: str = PrivateAttr(default="")
+
+    @field_validator("encryption", mode="before")
+    @classmethod
+    def _is_no_key(cls, encryption: object) -> object:
+        return refuse_key(encryption, "a mapping with 'key'")
 
     @property
     def source(self) -> str:
         """The path of the file that this config was read from, "" if it was none."""
         return self._source
+
+    def tenant_rule(self) -> Tenants:
+        """Return the rule by which requests have tenants."""
+        return Tenants(self.namespace, is_on=False) if self.tenants is None else self.tenants.rule(self.namespace)
 
     @field_validator("namespace")
     @classmethod
@@ -182,3 +290,12 @@ class OffloadConfig(StrictModel):
             return check_namespace(namespace)
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("namespace ")) from None
+
+    @model_validator(mode="after")
+    def _events_name_tiers(self) -> "OffloadConfig":
+        known = [tier.tier_name for tier in self.secondary]
+        for name in self.events.tiers if self.events is not None else ():
+            if name not in known:
+                there = ", ".join(known) or "none"
+                raise ValueError(f"'events.tiers' names {name!r}, which is no tier of this config; there are: {there}")
+        return self

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.types import LoadPlan, OffloadPolicy, PrefixHits, RequestContext, StorePlan
+from kvtiers.types import ChunkBlocks, LoadPlan, OffloadPolicy, PrefixHits, RequestContext, StorePlan
 
 __all__ = ["BlockHolder", "EngineRequest", "FreeQueue", "OffloadManager"]
 
@@ -19,6 +19,9 @@ class OffloadManager(Protocol):
 
     def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
         """Record a request with this many tokens."""
+
+    def tenant_of(self, ctx: RequestContext) -> str | None:
+        """Return a request's tenant, "" for none; None: it may use no tier."""
 
     def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
         """Look one chunk up."""
@@ -37,6 +40,13 @@ class OffloadManager(Protocol):
 
     def complete_load(self, plan: LoadPlan, success: bool = True) -> None:
         """End a load plan."""
+
+    @property
+    def wants_descriptions(self) -> bool:
+        """Return whether ``describe`` does anything."""
+
+    def describe(self, chunks: Sequence[ChunkBlocks]) -> None:
+        """Take what KV events say of chunks."""
 
     def on_request_finished(self, ctx: RequestContext, output_tokens: int = 0) -> None:
         """Record that the engine is done with a request, which has so many tokens of output."""
@@ -70,7 +80,10 @@ class OffloadManager(Protocol):
 
 
 class EngineRequest(Protocol):
-    """A request as the engine keeps it. The scheduler never changes it, and reads it again in every call."""
+    """A request as the engine keeps it. The scheduler never changes it, and reads it again in every call.
+
+    One that has ``token_ids``, a sequence of all its tokens so far, has them in its KV events (``events`` in a config).
+    """
 
     @property
     def context(self) -> RequestContext:
@@ -85,7 +98,8 @@ class EngineRequest(Protocol):
         """By group: the chained hash of each full block, from the first on; entries are only appended.
 
         Equal hashes must mean equal KV, so they cover everything that varies by request: the adapter, the salt of a
-        tenant, an image behind placeholder tokens. ``BlockHashChain`` makes such hashes.
+        tenant, an image behind placeholder tokens. ``BlockHashChain`` makes such hashes. The tenant itself
+        (``kvtiers_tenant`` in the context's parameters) need not be in them: it is added to each key.
         """
 
     @property

@@ -63,6 +63,7 @@ class OffloadScheduler:
                 "FreeQueue; give it allocated, next_free, hash_of and put_back, or use mode 'eager'"
             )
         self._in_step = False
+        self._describes = manager.wants_descriptions
 
     # -- requests
 
@@ -70,12 +71,14 @@ class OffloadScheduler:
         """Record a request before its first ``lookup``. The tokens that it has now are its prompt."""
         with self._briefly():
             policy = self._manager.on_new_request(request.context, request.num_tokens)
+            tenant = self._manager.tenant_of(request.context)
         self._requests[request.context.request_id] = RequestState(
             request.context,
             policy is OffloadPolicy.REQUEST_LEVEL,
-            RequestLimits.of(request.context),
+            RequestLimits.of(request.context) if tenant is not None else RequestLimits(0, 0),
             request.num_tokens,
             [[] for _ in self._geometry.groups],
+            tenant or "",
         )
 
     def preempt_request(self, request: EngineRequest) -> None:
@@ -100,6 +103,8 @@ class OffloadScheduler:
             tracked.computed = computed_tokens
         with self._briefly():
             self._loads.unpin(tracked)
+            if self._describes:
+                self._describe(request, tracked)
             self._stores.on_finished(request, tracked)
             self._manager.record_request(
                 tracked.arrival,
@@ -123,6 +128,8 @@ class OffloadScheduler:
         """
         tracked = self._requests[request.context.request_id]
         self._begin_step()
+        if self._describes:
+            self._describe(request, tracked)
         if not computed_tokens:
             tracked.outdated = False
         return self._loads.lookup(request, tracked, computed_tokens)
@@ -145,6 +152,8 @@ class OffloadScheduler:
         """
         tracked = self._requests[request.context.request_id]
         self._begin_step()
+        if self._describes:
+            self._describe(request, tracked)
         tracked.computed = computed_tokens
         self._stores.on_computed(request, tracked)
 
@@ -219,6 +228,11 @@ class OffloadScheduler:
             tracked.outdated = tracked.outdated or new_weights
         self._loads.reset()
         self._stores.reset(new_weights=new_weights)
+
+    def _describe(self, request: EngineRequest, tracked: RequestState) -> None:
+        """Say what KV events need of the chunks that are new, before these are stored or loaded."""
+        if chunks := tracked.new_chunks(request, self._geometry.groups, self._geometry.blocks_per_chunk):
+            self._manager.describe(chunks)
 
     def _begin_step(self) -> None:
         if not self._in_step:

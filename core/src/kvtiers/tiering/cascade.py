@@ -188,6 +188,24 @@ class Cascades:
         for admission in self._chosen.values():
             admission.sent(keys, written=False)
 
+    def hand_on(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> Reservation | None:
+        """Store readable chunks in this tier, whatever its admission; None: nothing has begun.
+
+        The first ones, as far as there is room. The job has ended when the reservation has no rows.
+        """
+        some = keys[: self._budget.room(slot)] if slot.available() and not slot.read_only else ()
+        rows = self._primary.prepare_read(some) if some else None
+        if rows is None:
+            return None
+        reserved = self._budget.reserve(slot, len(rows))
+        self._jobs.submit(reserved, some, rows, self._no_request, self._note_stored, promotion=False)
+        return reserved
+
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        """Handle chunks that an operator has forgotten: they are resident no longer, and were not missed."""
+        for admission in self._chosen.values():
+            admission.forget(keys)
+
     def reset(self) -> None:
         """Handle a reset of the cache: no chunk is resident."""
         for admission in self._chosen.values():

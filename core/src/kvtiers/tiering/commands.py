@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvtiers._failures import error_text
-from kvtiers.api import KvtiersError
+from kvtiers.api import KvtiersError, OffloadKey, tenant_of
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.plans import Plans
+from kvtiers.tiering.prefetch import MOST_WAITING_KEYS, Prefetch, Prefetches
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
@@ -33,6 +34,8 @@ __all__ = ["Command", "CommandQueue", "CommandRefused", "Operations", "Parts"]
 
 _MOST_WAITING = 64
 _IN_ONE_STEP = 8
+_KEYS_IN_ONE_STEP = 16_384  # that are looked at: some milliseconds
+_MOST_WARM_UPS = 4
 SWITCHES = ("on", "off", "read-only")
 
 
@@ -128,6 +131,7 @@ class Parts:
     jobs: JobTable
     plans: Plans
     promotions: Promotions
+    prefetches: Prefetches
     cascades: Cascades
     provenance: Provenance
     waits: Waits
@@ -212,6 +216,77 @@ class Operations:
         self._parts.reset()
         return {"cleared_chunks": chunks}
 
+    def clear_tenant(self, tenant: str) -> Callable[[], dict[str, Any] | None]:
+        """Return the work of forgetting a tenant's chunks in the primary: done when those of its begin are gone.
+
+        A chunk that is being read or written is forgotten when that has ended. What the tiers hold stays there.
+        """
+        parts = self._parts
+        todo: deque[OffloadKey] | None = None
+        in_use: list[OffloadKey] = []
+        cleared = 0
+
+        def clear() -> dict[str, Any] | None:
+            nonlocal todo, in_use, cleared
+            if todo is None:
+                todo = deque(parts.primary.residents())
+            some = [
+                key
+                for key in [todo.popleft() for _ in range(min(len(todo), _KEYS_IN_ONE_STEP))]
+                if tenant_of(key) == tenant
+            ]
+            wanted = [*in_use, *some]
+            in_use = parts.primary.forget(wanted)
+            left = set(in_use)
+            gone = [key for key in wanted if key not in left]
+            cleared += len(gone)
+            parts.provenance.forget(gone)
+            parts.cascades.forget(gone)
+            return None if todo or in_use else {"tenant": tenant, "cleared_chunks": cleared}
+
+        return clear
+
+    def warm_up(self, tier: str, bytes_per_second: float | None, most_bytes: float | None) -> dict[str, Any]:
+        """Begin to fill the primary from a tier, with keys that are given later; return its figures, with its id."""
+        slot = self.slot(tier)
+        if slot.retired or slot.metrics.switched_off:
+            raise CommandRefused(f"{tier}: it is switched off or out of use; nothing is loaded from it")
+        if self._parts.prefetches.warm_ups >= _MOST_WARM_UPS:
+            raise CommandRefused(f"{_MOST_WARM_UPS} warm-ups are on their way already; wait for one of them")
+        return self._figures(self._parts.prefetches.warm_up(tier, bytes_per_second, most_bytes))
+
+    def warm_up_keys(
+        self, number: int, runs: Sequence[Sequence[OffloadKey]], *, continues: bool, is_last: bool
+    ) -> dict[str, Any]:
+        """Give a warm-up more keys, by prefix; return its figures, and how many keys it has taken: all or none.
+
+        ``continues``: the last prefix goes on with the next keys.
+        """
+        one, keys = self._warm_up(number), sum(map(len, runs))
+        takes = len(one.waiting) <= MOST_WAITING_KEYS - keys
+        if takes:
+            for place, run in enumerate(runs, 1):
+                one.give(run, ends_prefix=place < len(runs) or not continues)
+            one.is_complete = one.is_complete or is_last
+        if one.ended:
+            one.waiting.clear()
+        return self._figures(one) | {"taken": keys if takes else 0}
+
+    def warm_up_end(self, number: int) -> dict[str, Any]:
+        """Stop a warm-up, and return its last figures."""
+        one = self._warm_up(number)
+        self._parts.prefetches.close(one)
+        return self._figures(one)
+
+    def _warm_up(self, number: int) -> Prefetch:
+        one = self._parts.prefetches.find(number)
+        if one is None:
+            raise CommandRefused(f"there is no warm-up {number}: it is over, or nothing was heard of its keys for long")
+        return one
+
+    def _figures(self, one: Prefetch) -> dict[str, Any]:
+        return one.figures(self._parts.primary.row_stride)
+
     def add(self, slot: TierSlot, place: int) -> None:
         """Use another tier, asked after the first ``place`` of those that there are."""
         parts = self._parts
@@ -240,6 +315,7 @@ class Operations:
         parts.waits.set_options(options)
         parts.budget.set_shares(parts.primary.num_rows, options.all_tiers, options.one_tier)
         parts.promotions.set_store_reserve(options.store_reserve)
+        parts.prefetches.set_store_reserve(options.store_reserve)
 
     def _cancel_loads(self, slot: TierSlot) -> int:
         return self._parts.promotions.cancel_loads(slot) + self._parts.jobs.cancel_loads(slot)

@@ -1,9 +1,12 @@
-"""The interfaces of what the composition root (``runtime.py``) gives the manager: an engine's side, its shadows."""
+"""The interfaces of what the composition root (``runtime.py``) gives the manager: an engine's side, and besides it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-__all__ = ["EngineSide", "InStep", "LiveSide", "ShadowSide"]
+from kvtiers.api import TierConfig
+from kvtiers.types import ChunkBlocks, OffloadEvent
+
+__all__ = ["EngineSide", "EventSide", "InStep", "LiveSide", "ShadowSide"]
 
 InStep: TypeAlias = Callable[[Callable[[], Mapping[str, Any] | None]], Mapping[str, Any]]
 """Has a step of the engine do some work, and returns what that returned; CommandRefused if there was no step in time.
@@ -59,6 +62,28 @@ class ShadowSide(Protocol):
 
     def close(self, timeout: float) -> None:
         """End within ``timeout`` seconds."""
+
+
+class EventSide(Protocol):
+    """The publisher of an engine's KV events. Nothing waits but ``close``; the first three on the engine's thread."""
+
+    def take(self, changes: Sequence[OffloadEvent]) -> None:
+        """Take what has changed in a step, in its order."""
+
+    def describe(self, chunks: Sequence[ChunkBlocks]) -> None:
+        """Take descriptions of chunks whose events may follow."""
+
+    def cleared(self) -> None:
+        """Take that nothing is anywhere any more."""
+
+    def add_tier(self, tier: TierConfig) -> None:
+        """Use what the config says of a tier. From any thread."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Return what was published, and what was dropped, as plain data. From any thread."""
+
+    def close(self, timeout: float) -> None:
+        """Send what waits, and end, within about ``timeout`` seconds."""
 
 
 class LiveSide(Protocol):

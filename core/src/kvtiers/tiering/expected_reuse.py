@@ -157,6 +157,11 @@ class ReuseAdmission:
         self.looked_at.difference_update(keys)
         return len(keys) - (before - len(self.looked_at))
 
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        """Handle chunks that are resident no longer, through no eviction."""
+        self.looked_at.difference_update(keys)
+        self._declined.difference_update(keys)
+
     def reset(self) -> None:
         """Forget all chunks; what was counted stays."""
         self.looked_at.clear()

@@ -40,7 +40,7 @@ from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import Reservation, TierSlot
 from kvtiers.types import OffloadEvent
 
-__all__ = ["JobTable", "TieringOptions"]
+__all__ = ["JobTable", "OnEnd", "Running", "TieringOptions"]
 
 _log = logging.getLogger("kvtiers.tiering")
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
@@ -70,7 +70,7 @@ OnEnd: TypeAlias = Callable[[TierSlot, Sequence[OffloadKey], Sequence[OffloadKey
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class Running:
     """A submitted job. ``state`` is the request that it was submitted for; ``generation`` that of the cache then."""
 
     job: TransferJob
@@ -106,14 +106,19 @@ class JobTable:
         self._slots = slots
         self._provenance = provenance
         self._clock = clock
-        self._jobs: dict[int, _Running] = {}
+        self._jobs: dict[int, Running] = {}
         self.events: list[OffloadEvent] = []
-        """The tiers' completed stores since these were last taken."""
+        """What the tiers have stored, and were found to be without, since these were last taken."""
         self._ids = itertools.count(1)
         self._job_rows = max(1, options.job_bytes // max(1, primary.row_stride))
         self._failed_in_use = 0
         self._generation = 0
         self._next_scan = -math.inf
+
+    @property
+    def job_rows(self) -> int:
+        """The most chunks of one job."""
+        return self._job_rows
 
     @property
     def running(self) -> int:
@@ -126,13 +131,18 @@ class JobTable:
         return next(reversed(self._jobs), 0)
 
     def has_store_until(self, job_id: int) -> bool:
-        """Return whether a store with this number or a smaller one is in flight."""
+        """Return whether a store with this number or a smaller one is in flight, and has not failed in use."""
         jobs = itertools.takewhile(lambda running: running.job.job_id <= job_id, self._jobs.values())
-        return any(not running.job.is_promotion for running in jobs)
+        return any(not (running.job.is_promotion or running.failed_in_use) for running in jobs)
 
     def has_jobs_of(self, slot: TierSlot) -> bool:
         """Return whether the tier has a job in flight, or one that has failed in use."""
         return any(True for _ in self._of(slot))
+
+    def has_given_up(self, reserved: Reservation) -> bool:
+        """Return whether the job for which these rows were reserved has failed in use."""
+        jobs = self._jobs.values() if self._failed_in_use else ()
+        return any(running.failed_in_use and running.reserved is reserved for running in jobs)
 
     def submit(
         self,
@@ -159,7 +169,7 @@ class JobTable:
             job = TransferJob(next(self._ids), some_keys, chunk_ids, promotion, state.context)
             ticket = slot.rate.begins(now) if promotion else 0
             own = reserved if len(some_rows) == len(rows) else reserved.split(len(some_rows))
-            running = _Running(job, slot, some_rows, own, state, on_end, self._generation, now, ticket)
+            running = Running(job, slot, some_rows, own, state, on_end, self._generation, now, ticket)
             running.positions = positions[start : start + self._job_rows]
             self._jobs[job.job_id] = running
             slot.metrics.running_jobs += 1
@@ -191,14 +201,14 @@ class JobTable:
         self.events.clear()
 
     def take_events(self) -> list[OffloadEvent]:
-        """Return what the tiers have stored since the last call or reset, in order."""
+        """Return what the tiers have stored, or did not have, since the last call or reset, in order."""
         events, self.events = self.events, []
         return events
 
     # -- inside
 
     def _handle(self, slot: TierSlot, events: Sequence[TierEvent]) -> None:
-        failed: dict[_Running, None] = {}  # those that come one after the other: one line in the log
+        failed: dict[Running, None] = {}  # those that come one after the other: one line in the log
         has_ended = False
         for event in events:
             if isinstance(event, JobFailed):
@@ -228,14 +238,14 @@ class JobTable:
         if running is not None and running.started is None:
             running.started = self._clock()
 
-    def _job_of(self, slot: TierSlot, job_id: int) -> _Running | None:
+    def _job_of(self, slot: TierSlot, job_id: int) -> Running | None:
         try:
             running = self._jobs.get(job_id)
         except TypeError:  # no id at all
             return None
         return running if running is not None and running.slot is slot else None
 
-    def _of(self, slot: TierSlot) -> Iterable[_Running]:
+    def _of(self, slot: TierSlot) -> Iterable[Running]:
         return (running for running in self._jobs.values() if running.slot is slot)
 
     def _accept(self, slot: TierSlot, result: JobResult) -> None:
@@ -250,7 +260,7 @@ class JobTable:
         else:
             self._finish(running, result)
 
-    def _finish(self, running: _Running, result: JobResult) -> None:
+    def _finish(self, running: Running, result: JobResult) -> None:
         """End a job that the tier has reported: release its rows."""
         job, metrics = running.job, running.slot.metrics
         del self._jobs[job.job_id]
@@ -275,12 +285,14 @@ class JobTable:
         else:
             self._landed(running, result, good)
 
-    def _landed(self, running: _Running, result: JobResult, good: Sequence[OffloadKey]) -> None:
+    def _landed(self, running: Running, result: JobResult, good: Sequence[OffloadKey]) -> None:
         job, slot, metrics = running.job, running.slot, running.slot.metrics
         now = self._clock()
         nbytes, seconds = moved(result)
         complete = len(good) == len(job.keys)
-        landed = self._primary.complete_write(running.rows, complete, () if complete else set(good))
+        landed = self._primary.complete_write(
+            running.rows, complete, () if complete else set(good), protects=not running.state.is_prefetch
+        )
         if good:
             metrics.promotion_latency.observe(now - running.submitted)
             metrics.loaded_chunks += len(good)
@@ -295,15 +307,17 @@ class JobTable:
             metrics.failed_loads += len(lost)
             self._provenance.forget(lost)
             running.state.lose(slot, lost)
+            if self._primary.records_events:
+                self.events.append(OffloadEvent(lost, removed=True, tier=slot.name))
 
-    def _price(self, running: _Running, good: Sequence[OffloadKey], seconds: float) -> None:
+    def _price(self, running: Running, good: Sequence[OffloadKey], seconds: float) -> None:
         """Count what a load saves; nothing for a request that is over, or has gone over to computing."""
         state = running.state
         if not (state.finished or state.load_over):
             had = good if len(good) == len(running.job.keys) else set(good)
             self._prices.landed(running.slot, running.job.keys, running.positions, had, seconds)
 
-    def _stored(self, running: _Running, result: JobResult, good: Sequence[OffloadKey], *, overtaken: bool) -> None:
+    def _stored(self, running: Running, result: JobResult, good: Sequence[OffloadKey], *, overtaken: bool) -> None:
         job, slot, metrics = running.job, running.slot, running.slot.metrics
         failed = without(job.keys, good)
         metrics.failed_stores += len(failed)
@@ -321,7 +335,7 @@ class JobTable:
             running.on_end(slot, good, failed)
 
     def _expire(self, now: float) -> None:
-        overdue: defaultdict[TierSlot, list[_Running]] = defaultdict(list)
+        overdue: defaultdict[TierSlot, list[Running]] = defaultdict(list)
         for running in self._jobs.values():
             begun = running.submitted if running.started is None else running.started
             if now - begun > running.slot.options.deadline and not running.failed_in_use:
@@ -334,7 +348,7 @@ class JobTable:
             self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", notify=slot.abandon)
 
     def _give_up(
-        self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, notify: Callable[[int], object] | None = None
+        self, slot: TierSlot, jobs: Sequence[Running], why: str, *, notify: Callable[[int], object] | None = None
     ) -> None:
         """Fail jobs for the requests that wait; their rows stay in quarantine until the tier releases them."""
         if not jobs:

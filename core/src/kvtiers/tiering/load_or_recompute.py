@@ -12,35 +12,51 @@ reports, or by the clock. Behind it are requests that have come and whose lookup
 the GPU has work while this request is loaded, so the load may take longer: their tokens count, up to as many as the
 request's own.
 
+A tier that brings chunks 2.5 times as fast as the GPU computes them is fast, and so is any while nothing was brought
+nor computed. What it brings for the requests before this one would keep the GPU busy for much longer than the tier. So
+those loads count on both sides, and a burst that such a tier has is loaded, whole. What the GPU could compute meanwhile
+is not worth it: each of its steps takes as long as several loads, and for so long no answer leaves the engine and no
+load begins.
+
 **The decision.** At the lookup the request is loaded if the tier has it sooner, else it is computed. While it waits the
 two are compared again, with the rest of the load: the request is computed after all if that is sooner by a quarter at
 least. It waits at most 1.1 times as long as computing would have taken when it began to wait. Where other loads have
 used up the tier's budget of rows, it waits for its turn by the same rule. For the tier's answer it waits 0.15 times as
-long as computing takes, or ``lookup_wait``: the hosts of a tier that loads a burst answer late.
+long as computing takes, or ``lookup_wait``, and 1.1 times while the tier loads for others: its hosts answer late then,
+and the request's own chunks would come after those anyway.
 
 **Not yet measured.** A tier that has loaded nothing yet is measured by its first load: the first request is loaded, and
 the bound above limits what that can cost it; the requests behind it are decided by a prior. While a first load is in
 flight, the tier counts as at least as slow as that load's time so far, so that later requests are computed. A tier that
 was too slow is tried again every 5 s, with 16 or 64 chunks in turn. Before the engine has computed anything, its speed
-is a prior too, and a request waits at least ``lookup_wait``.
+is a prior too, and a request waits at least ``lookup_wait``. Where a tier has all prompts nothing would ever be
+computed, and the prior stay: one request then has the last sixteenth of its tokens computed, unless the tier is as fast
+as the fastest GPU may be.
 
 ``load_wait`` in seconds replaces all of this: what a tier has is loaded, and waited for so long.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvtiers.tiering.estimates import PrefillCost
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["LATE", "LOOKUP", "STAY", "GpuQueue", "Waits"]
+__all__ = ["FAST", "LATE", "LOOKUP", "STAY", "TRIAL", "GpuQueue", "Waits"]
 
 LATE = 1.1
 """A request waits so many times as long as computing takes, at most."""
+FAST = 2.5
+"""A tier is fast that brings chunks so many times as fast as the GPU computes them."""
 LOOKUP = 0.15
 """A request waits for a tier's answer for this share of the time that computing its prompt takes."""
+TRIAL = 16
+"""A request that is to show what computing takes has the last one of so many parts of it computed."""
+_LEAST_TRIAL = 256  # tokens: computing fewer says little
+_TRIAL_SECONDS = 5.0
+_FASTEST_GPU = 7e9  # bytes of KV a second: an H100 with a model of 1 billion parameters
 STAY = 1.25
 """A request stops to wait for a load whose rest takes more than so many times as long as computing."""
 
@@ -92,6 +108,7 @@ class Waits:
         self._clock = clock
         self.cost = cost
         self.gpu = GpuQueue(self.cost, clock)
+        self._trial_until = -math.inf
         self.set_options(options)
 
     def set_options(self, options: TieringOptions) -> None:
@@ -161,7 +178,18 @@ class Waits:
         in_flight = slot.metrics.loading_chunks
         own = 0 if slot.rate.seconds_per_chunk is not None else min(in_flight, state.loading.get(slot, (0, 0))[1])
         soon = slot.rate.expected(chunks, in_flight - own, now)
+        left += self._spared(slot, in_flight, tokens_per_chunk)
         return soon <= left and self._is_cheaper(slot, tokens_per_chunk, state)
+
+    def _spared(self, slot: TierSlot, chunks: int, tokens_per_chunk: float) -> float:
+        """Return the seconds to compute these chunks, which a tier brings for others; 0 if it is not fast.
+
+        While nothing was computed, a tier that has brought nothing yet counts as fast: both are priors.
+        """
+        per_chunk = slot.rate.seconds_per_chunk
+        computing = tokens_per_chunk * self.cost.seconds_per_token
+        is_fast = not self.cost.is_measured if per_chunk is None else FAST * per_chunk <= computing
+        return chunks * computing if is_fast else 0.0
 
     def _is_cheaper(self, slot: TierSlot, tokens_per_chunk: int, state: RequestState) -> bool:
         """Return whether loading a chunk takes less than computing it, or than computing two if others want the GPU.
@@ -182,16 +210,33 @@ class Waits:
     def _at_least(self, seconds: float) -> float:
         return seconds if self.cost.is_measured else max(self._options.lookup_wait, seconds)
 
+    def trial_of_cost(self, slot: TierSlot, tokens: int) -> bool:
+        """Return whether a request of so many tokens is to be computed in part, since nothing was computed so far.
+
+        Only of a tier whose rate is known, and that a GPU may outdo. One request is enough; another one follows if
+        nothing has come of it after 5 s.
+        """
+        if self.cost.is_measured or not self.decides or tokens < _LEAST_TRIAL * TRIAL:
+            return False
+        per_chunk, now = slot.rate.seconds_per_chunk, self._clock()
+        fastest = slot.rate.prior * PRIOR_BYTES_PER_SECOND / _FASTEST_GPU
+        if per_chunk is None or per_chunk <= fastest or now < self._trial_until:
+            return False
+        self._trial_until = now + _TRIAL_SECONDS
+        return True
+
     # -- while a request waits
 
-    def lookup_over(self, state: RequestState) -> bool:
-        """Return whether a request that got no answer has waited long enough for one."""
+    def lookup_over(self, state: RequestState, silent: Sequence[TierSlot]) -> bool:
+        """Return whether a request that got no answer from these tiers has waited long enough for one."""
         now = self._clock()
         if state.lookup_since is None:
             state.lookup_since = now
         longest = self._options.lookup_wait
         if self.decides:
-            longest = max(longest, LOOKUP * state.prompt_tokens * self.cost.seconds_per_token)
+            # What a tier brings for others is before the request's own chunks, whenever the answer comes.
+            share = LATE if any(slot.metrics.loading_chunks for slot in silent) else LOOKUP
+            longest = max(longest, share * state.prompt_tokens * self.cost.seconds_per_token)
         return now - state.lookup_since >= longest
 
     def load_over(self, state: RequestState, tokens: int) -> bool:
@@ -200,6 +245,7 @@ class Waits:
         if state.load_since is None:
             state.load_since = now
             state.queue = self.gpu.ahead, self.behind(state)
+            state.ended_before = {slot: slot.ended_chunks for slot in state.slots}
         state.load_tokens = max(state.load_tokens, tokens)
         if not state.load_over:
             waited = now - state.load_since
@@ -222,15 +268,30 @@ class Waits:
         if self._options.load_wait is not None:
             return self._options.load_wait
         ahead, behind = state.queue
-        tokens = ahead + state.load_tokens + min(behind, state.load_tokens)
+        tokens = ahead + state.load_tokens + min(behind, state.load_tokens) + self._spared_before(state)
         return self._at_least(LATE * tokens * self.cost.seconds_per_token)
+
+    def _spared_before(self, state: RequestState) -> float:
+        """Return the tokens of others that fast tiers bring, or have brought, before the request's own.
+
+        Of a tier that has brought nothing yet no more than the request's own: it may never bring any.
+        """
+        per_chunk = state.load_tokens / max(1, sum(chunks for _, chunks in state.loading.values()))
+        found = 0.0
+        for slot, (last, chunks) in state.loading.items():
+            before = max(0, last - chunks - state.ended_before.get(slot, 0)) * per_chunk
+            if self._spared(slot, 1, per_chunk):
+                most = math.inf if slot.rate.seconds_per_chunk is not None else state.load_tokens
+                found = max(found, min(before, most))
+        return found
 
     def _is_overtaken(self, state: RequestState, waited: float) -> bool:
         """Return whether what is left of the request's loads takes clearly longer than computing it would.
 
         By what the tiers have shown: one that falls silent has as long as the request waits.
         """
-        left, own_left, own = 0.0, 0, 0
+        left, own_left, own, spared = 0.0, 0, 0, 0.0
+        per_chunk = state.load_tokens / max(1, sum(chunks for _, chunks in state.loading.values()))
         for slot, (last, chunks) in state.loading.items():
             if slot.rate.seconds_per_chunk is None:
                 continue  # it has as long as the request waits
@@ -238,7 +299,9 @@ class Waits:
             if queue:
                 left = max(left, slot.rate.latency - waited + queue * slot.rate.seconds_per_chunk)
                 own_left += min(queue, chunks)
+                spared = max(spared, self._spared(slot, max(0, queue - chunks), per_chunk))
             own += chunks
         if not own_left:
             return False
-        return left > STAY * self._seconds_by_gpu(state.load_tokens * own_left / own, state)
+        tokens = state.load_tokens * own_left / own
+        return left > STAY * (self._seconds_by_gpu(tokens, state) + spared)

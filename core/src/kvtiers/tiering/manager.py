@@ -16,45 +16,54 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.api.keys import first_misfit
+from kvtiers.api import LookupResult, OffloadKey, TierConfig, tenant_of
+from kvtiers.api.keys import first_misfit, group_of
+from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.commands import CommandQueue, Operations, Parts
-from kvtiers.tiering.engine_side import EngineSide, LiveSide, ShadowSide
+from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.load_prices import LoadPrices
 from kvtiers.tiering.plans import Plans
+from kvtiers.tiering.prefetch import Prefetches
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
-from kvtiers.tiering.requests import RequestTable
+from kvtiers.tiering.requests import RequestState, RequestTable
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import (
     NO_HINTS,
     NO_PARAMS,
+    NO_RETENTION,
+    ChunkBlocks,
     LoadPlan,
     OffloadEvent,
     OffloadPolicy,
     PrefixHits,
     RequestContext,
+    Retention,
     StorePlan,
     request_hints,
+    retention_of,
 )
 
-__all__ = ["EngineSide", "TieringManager"]
+__all__ = ["EngineSide", "TieringManager", "Tracing"]
 
 _NO_HITS = PrefixHits(0, 0, unresolved=False)
 _STEP_SECONDS = 1.0  # how long a shutdown waits for a step that another thread is in
 _LOOK_SECONDS = 0.1  # how often it is looked for promotions that have waited too long to be read
 _WHAT_IF_SECONDS = 0.5  # what a shutdown waits for the end of the shadow caches, which sleep most of the time
+_SPAN_SECONDS = 2.0  # what a shutdown gives the spans that wait to be sent
+_EVENT_SECONDS = 1.0  # what it gives the events that wait
 _RECORD_SECONDS = 5.0  # what a shutdown gives the recording to write what is waiting
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -78,6 +87,18 @@ def _timed(
     return timed
 
 
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """The classes of a manager's parts: with ``tracing`` on, subclasses that record what they do (``spans.py``)."""
+
+    jobs: Callable[..., JobTable] = JobTable
+    lookups: Callable[..., Lookups] = Lookups
+    plans: Callable[..., Plans] = Plans
+    requests: Callable[..., RequestTable] = RequestTable
+    lost: Callable[[], int] | None = None
+    close: Callable[[float], None] | None = None
+
+
 class TieringManager:
     """Joins the primary and the tiers for one engine. See the module's docstring for the rules of calling."""
 
@@ -93,33 +114,44 @@ class TieringManager:
         recorder: Recorder | None = None,
         prefix_group: int = 0,
         what_if: ShadowSide | None = None,
+        tracing: Tracing | None = None,
+        publisher: EventSide | None = None,
+        listener: EventSide | None = None,
+        keep_events: bool = True,
+        tenants: Tenants | None = None,
     ) -> None:
+        self._tracing = tracing = tracing or Tracing()
         options = options or TieringOptions()
-        metrics = EngineMetrics()
+        self._metrics = metrics = EngineMetrics()
         self.engine_id = engine_id
         self.lock = threading.Lock()
+        self.tokens_per_chunk = tuple(tokens_per_chunk)
         self._primary = primary
         self._slots = list(slots)
         self._engine = engine
-        self._metrics = metrics
         self._clock = clock
         self._recorder = recorder
         self._what_if = what_if
+        self._publisher = publisher
+        self._event_sides = tuple(side for side in (publisher, listener) if side is not None)
+        self._keeps_events = keep_events
+        self.tenants = tenants or Tenants("", is_on=False)
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._provenance = Provenance(self._slots)
-        cost = PrefillCost(options.prior_seconds_per_token)
-        prices = LoadPrices(cost, prefix_group, tokens_per_chunk[prefix_group])
-        self._jobs = JobTable(primary, self._slots, self._provenance, options, clock, prices)
+        self._waits = Waits(options, clock, PrefillCost(options.prior_seconds_per_token))
+        prices = LoadPrices(self._waits.cost, prefix_group, tokens_per_chunk[prefix_group])
+        self._jobs = tracing.jobs(primary, self._slots, self._provenance, options, clock, prices)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics, clock)
         self._promotions = Promotions(primary, self._jobs, budget, self._provenance, options, self._cascades)
-        self._waits = Waits(options, clock, cost)
-        self._lookups = Lookups(
+        self._lookups = tracing.lookups(
             primary, budget, self._promotions, self._provenance, self._waits, tokens_per_chunk, metrics
         )
-        self._plans = Plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
-        self._requests = RequestTable(self._slots, self._count_misuse)
+        self._prefetches = self._prefetches_with(budget, options)
+        self._prefetching = self._prefetches.all  # at hand: each step looks at it
+        self._plans = tracing.plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
+        self._requests = tracing.requests(self._slots, self._count_misuse)
         self.commands = CommandQueue()
         self._commanded = self.commands.waiting  # at hand: each step looks at it
         self.live: LiveSide | None = None
@@ -127,10 +159,22 @@ class TieringManager:
         self.operations = self._operations_with(budget)
         self._events = EventLog()
         self._look_at = -math.inf
-        self._polled = False
-        self._ready = False
-        self._closed = False
-        self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if)
+        self._polled = self._ready = self._closed = False
+        self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if, tracing.lost, publisher)
+
+    def _prefetches_with(self, budget: PinBudget, options: TieringOptions) -> Prefetches:
+        return Prefetches(
+            self._primary,
+            self._jobs,
+            budget,
+            self._provenance,
+            self._cascades,
+            self._slots,
+            options,
+            self._metrics,
+            self._clock,
+            self.fingerprint,
+        )
 
     def _operations_with(self, budget: PinBudget) -> Operations:
         return Operations(
@@ -140,6 +184,7 @@ class TieringManager:
                 self._jobs,
                 self._plans,
                 self._promotions,
+                self._prefetches,
                 self._cascades,
                 self._provenance,
                 self._waits,
@@ -157,10 +202,22 @@ class TieringManager:
         ``prompt_tokens``: of its prompt, if they are known: how much waits for the GPU, for ``load_wait: auto``.
         """
         state = self._requests.open(ctx, prompt_tokens)
+        self._metrics.refused_tenants = self.tenants.refused
         if ctx.params and (hints := request_hints(ctx.params)) is not NO_HINTS:
             self._primary.hint(ctx.request_id, hints)
+        if ctx.params and (retention := retention_of(ctx.params)) is not NO_RETENTION:
+            self._retain(state, retention)
         self._waits.came(state)
         return OffloadPolicy.REQUEST_LEVEL if state.whole else OffloadPolicy.CHUNK_LEVEL
+
+    def tenant_of(self, ctx: RequestContext, salt: str = "") -> str | None:
+        """Return the tenant that the request's keys are to have, "" for none; None: it may use no tier.
+
+        Counted then, and the log says why. ``salt``: the request's, for ``tenants.salt_separator``.
+        """
+        tenant = self.tenants.of(ctx.params, salt)
+        self._metrics.refused_tenants = self.tenants.refused
+        return tenant
 
     @_timed
     def on_request_finished(self, ctx: RequestContext, output_tokens: int = 0) -> None:
@@ -177,6 +234,27 @@ class TieringManager:
             self._primary.on_request_finished(ctx.request_id)
             self._promotions.request_finished(state)
             self._requests.close_if_done(state)
+
+    @property
+    def publisher(self) -> EventSide | None:
+        """The publisher of KV events (``events`` in the config); None without one."""
+        return self._publisher
+
+    @property
+    def wants_descriptions(self) -> bool:
+        """Return whether ``describe`` does anything: KV events are made of what happens here."""
+        return bool(self._event_sides)
+
+    @_timed
+    def describe(self, chunks: Sequence[ChunkBlocks]) -> None:
+        """Take what routers need of chunks besides their keys, before they are stored or while they are loaded."""
+        for side in self._event_sides:
+            side.describe(chunks)
+
+    def add_event_tier(self, tier: TierConfig) -> None:
+        """Have KV events say of a tier what the config says of it. Any thread."""
+        for side in self._event_sides:
+            side.add_tier(tier)
 
     @property
     def takes_requests(self) -> bool:
@@ -208,7 +286,9 @@ class TieringManager:
     @_timed
     def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
         """Return where one chunk stands; for window groups, scanned from the right within the known prefix."""
-        state = self._requests.get(ctx) if self._begin() else None
+        state = self._state_for([key], ctx) if self._begin() else None
+        if state is not None and state.keeps is not None and key not in state.counted_single:
+            self._keep([key], state.keeps)
         return LookupResult.MISS if state is None else self._lookups.single(key, state)
 
     @_timed
@@ -219,8 +299,13 @@ class TieringManager:
         answer is not ``unresolved``. With several groups pass each next one only keys up to the shortest run so far.
         ``first``: the number of ``keys[0]`` among the request's chunks of the group, where the engine has those before.
         """
-        state = self._requests.get(ctx) if self._begin() and keys else None
-        return _NO_HITS if state is None else self._lookups.prefix(keys, state, first)
+        state = self._state_for(keys, ctx) if self._begin() and keys else None
+        if state is None:
+            return _NO_HITS
+        if state.keeps is not None and len(keys) > state.kept.get(group_of(keys[0]), 0):
+            state.kept[group_of(keys[0])] = len(keys)
+            self._keep(keys, state.keeps)
+        return self._lookups.prefix(keys, state, first)
 
     @_timed
     def ready_run(self, keys: Sequence[OffloadKey]) -> int:
@@ -238,6 +323,27 @@ class TieringManager:
             for slot in self._slots if rest else ():
                 slot.ask_ahead(rest)
 
+    @_timed
+    def keep(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> None:
+        """Name a prompt's chunks, of one KV group, whose request has hints to keep them (``Retention``).
+
+        Lookups do so for the chunks that they are about: only an engine that has some of a prompt itself needs it.
+        """
+        if not self._closed and keys and (retention := retention_of(ctx.params)).ttl:
+            self._keep(keys, retention)
+
+    @_timed
+    def prefetch(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> bool:
+        """Load those chunks of a known prefix that the primary lacks and a tier has, behind the loads of all requests.
+
+        ``keys``: of one KV group, head first; at most the first 4096. Free rows alone are used. ``ctx``: of the request
+        that says which tiers may be loaded from. False: too many prefetches wait, and this one was dropped and counted.
+        """
+        if self._closed or not (self._slots and keys):
+            return False
+        tiers = None if ctx is None else [slot.name for slot in self._slots if ctx.may_load_from(slot.name)]
+        return self._prefetches.prefix(keys, tiers)
+
     def look_again(self) -> None:
         """Poll the tiers once more in this step, at the next lookup: for an engine that is idle in between."""
         self._polled = False
@@ -247,7 +353,7 @@ class TieringManager:
     @_timed
     def prepare_store(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> StorePlan | None:
         """Lease rows for those of the keys that are not in the primary; None: nothing can be stored now."""
-        state = self._requests.get(ctx) if self._begin() else None
+        state = self._state_for(keys, ctx) if self._begin() else None
         if state is None:
             return None
         plan = self._plans.prepare_store(keys, state)
@@ -301,6 +407,8 @@ class TieringManager:
             self._retry_parked()
         if self._promotions:
             self._promotions.submit()
+        if self._prefetching and self._ready:
+            self._prefetches.advance()
         if self._lookups.asking:
             self._lookups.end_step()
         if self._cascades.works_ahead:
@@ -329,6 +437,7 @@ class TieringManager:
             or self._promotions
             or self._requests.parked
             or self._commanded
+            or (self._prefetching and self._prefetches.has_work())
             or any(slot.has_pending_work() for slot in self._slots)
         )
 
@@ -388,6 +497,7 @@ class TieringManager:
         self._cascades.retire_keys()
         self._provenance.retire_keys()
         self._requests.retire_keys()
+        self._prefetches.retire_keys()
         self._engine.new_weights(version)
 
     def wait_ready(self, timeout: float = 60.0) -> None:
@@ -404,6 +514,7 @@ class TieringManager:
         for slot in self._slots:
             slot.leave()
         if not stepping:
+            self._prefetches.shut_down()
             self.lock.release()
         if not closed:
             if self._recorder is not None:
@@ -412,6 +523,10 @@ class TieringManager:
                 timeout = max(0.0, timeout - (time.monotonic() - began))
             if self._what_if is not None:
                 self._what_if.close(_WHAT_IF_SECONDS)
+            if self._tracing.close is not None:
+                self._tracing.close(_SPAN_SECONDS)
+            for side in self._event_sides:
+                side.close(_EVENT_SECONDS)
             self._engine.close_tiers(timeout)
             self._primary.close()
             self._engine.close_region()
@@ -430,12 +545,29 @@ class TieringManager:
                 self.commands.run()
         return self._ready
 
+    def _retain(self, state: RequestState, retention: Retention) -> None:
+        if retention.priority == "low":
+            self._primary.brings_low(state.context.request_id)
+        else:
+            state.keeps = retention
+
+    def _keep(self, keys: Sequence[OffloadKey], retention: Retention) -> None:
+        self._primary.keep(keys, retention.ttl, high=retention.priority == "high")
+
     def _look_around(self, now: float) -> None:
         """Do the periodic work that not every step needs."""
         self._look_at = now + _LOOK_SECONDS
         self._primary.release_expired(now)
         for slot in self._slots:
             slot.watch_speed(now)
+
+    def _state_for(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> RequestState | None:
+        """Return the state of a request; None if it is over, or names a tenant whose keys these are not: misuse."""
+        state = self._requests.get(ctx)
+        if state is not None and state.tenant and keys and (len(keys[0]) < 4 or tenant_of(keys[0]) != state.tenant):
+            self._count_misuse()
+            return None
+        return state
 
     def _reset(self) -> None:
         self._promotions.drop()
@@ -450,6 +582,8 @@ class TieringManager:
         self._requests.forget_answers()
         self._primary.take_events()
         self._events.clear()  # the chunks that they name are gone
+        for side in self._event_sides:
+            side.cleared()
         self._metrics.generation += 1
 
     def _retry_parked(self) -> None:
@@ -460,7 +594,11 @@ class TieringManager:
                 self._requests.close_if_done(state)
 
     def _take_events(self) -> None:
-        self._metrics.dropped_events += self._events.add(self._primary.take_events() + self._jobs.take_events())
+        events = self._primary.take_events() + self._jobs.take_events()
+        for side in self._event_sides if events else ():
+            side.take(events)
+        if self._keeps_events:
+            self._metrics.dropped_events += self._events.add(events)
 
     def _count_misuse(self) -> None:
         self._metrics.misuse += 1

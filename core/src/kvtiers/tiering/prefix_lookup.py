@@ -13,7 +13,7 @@ from kvtiers.api import LookupResult, OffloadKey, group_of
 from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
-from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.load_or_recompute import TRIAL, Waits
 from kvtiers.tiering.promotion import Found, Promotions
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import LastAnswer, RequestState, RoomWait
@@ -217,7 +217,7 @@ class Lookups:
             return self._give_up(keys, length, 0, state)
         if keys and not window and (run.no_room is not None or state.room_waits):
             self._note_room(keys, PrefixHits(length - pending, pending, unresolved=True), run.no_room, state)
-        if run.silent and self._waits.lookup_over(state):
+        if run.silent and self._waits.lookup_over(state, run.silent):
             self._metrics.wait_expired += 1
             for slot in run.silent:
                 slot.metrics.wait_expired += 1
@@ -336,7 +336,7 @@ class Lookups:
                 if retry and not there:
                     silent.append(tier.slot)
                 continue
-            hits = min(has, search.most)
+            hits = min(has, search.most, self._before_trial(tier.slot, keys, at, state, tokens))
             places = self._absent(some[:hits], at)
             worth = self._waits.worth_loading(tier.slot, len(places), tokens, state, search.waited)
             if not worth:
@@ -347,6 +347,17 @@ class Lookups:
         if too_slow and not silent and search.no_room is None:
             self._recompute(too_slow, keys, at, state)
         return None, at, silent
+
+    def _before_trial(
+        self, slot: TierSlot, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int
+    ) -> int:
+        """Return how many chunks from ``at`` on may be loaded: not the last ones, if those are computed as a trial."""
+        if self._waits.trial_of_cost(slot, len(keys) * tokens):
+            end = len(keys) - len(keys) // TRIAL
+            if end > at:
+                state.given_up.add(keys[end])
+                return end - at
+        return len(keys) - at
 
     def _take(self, search: _Search, tier: _Asked, wanted: Sequence[OffloadKey], state: RequestState) -> int:
         """Return how many of the chunks that this tier is to bring get a row now; note what waits for one."""

@@ -3,11 +3,11 @@
 One JSON object a line: ``timestamp`` (ms since the recording began), ``input_length`` and ``output_length`` (tokens),
 ``hash_ids`` (one for each block of the prompt, the last of which may not be full), and ``tokens_per_block`` where that
 is not the format's own 512. What the client has said of the request stands in ``session``, ``session_ends`` and
-``expects_turn_in``. Lines stand in the order in which requests ended.
+``expects_turn_in``, its tenant in ``tenant``. Lines stand in the order in which requests ended.
 
-An id is a keyed hash of the block's chained hash, or of the session's own id. The key is random, is for this recording
-alone and is never written: equal ids mean equal prefixes within the recording, and known prompts cannot be tested
-against it.
+An id is a keyed hash of the block's chained hash, of the session's own id, or of the tenant's name. The key is random,
+is for this recording alone and is never written: equal ids mean equal prefixes within the recording, and known prompts
+cannot be tested against it.
 
     the engine's thread    request: copies the list of hashes, or drops the request where too many wait
     the recorder's thread  hashes, writes whole lines, stops for good at ``max_bytes`` or at an error, and logs it
@@ -26,7 +26,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtiers.types import NO_PARAMS, request_hints
+from kvtiers.types import NO_PARAMS, TENANT_FIELD, request_hints
 
 __all__ = ["Recorder"]
 
@@ -137,6 +137,8 @@ class Recorder:
         columns: dict[str, object] = {}
         if hints.session:
             columns["session"] = f"{self._id(b'session ' + hints.session.encode(errors='replace')):x}"
+        if isinstance(tenant := params.get(TENANT_FIELD), str) and tenant:
+            columns["tenant"] = f"{self._id(b'tenant ' + tenant.encode(errors='replace')):x}"
         if hints.session_ends:
             columns["session_ends"] = True
         if hints.expects_turn_in is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from kvtiers._log_queue import dropped_lines
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
-from kvtiers.tiering.engine_side import ShadowSide
+from kvtiers.tiering.engine_side import EventSide, ShadowSide
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import OffloadEvent
 
@@ -36,36 +36,56 @@ class Snapshots:
         slots: Sequence[TierSlot],
         own_stats: Callable[[str], dict[str, float]],
         what_if: ShadowSide | None = None,
+        lost_spans: Callable[[], int] | None = None,
+        publisher: EventSide | None = None,
     ) -> None:
         self._metrics = metrics
         self._primary = primary
         self._slots = slots
         self._own_stats = own_stats
         self._what_if = what_if
+        self._lost_spans = lost_spans
+        self._publisher = publisher
         self.turns = 0
 
     def data(self) -> dict[str, Any]:
-        """Return the current figures as plain data: ``engine``, ``primary``, ``tiers`` by name, ``what_if``."""
+        """Return the current figures: ``engine``, ``primary``, ``tiers`` by name, ``what_if``, ``events``."""
         slots = tuple(self._slots)  # which the engine's thread may change meanwhile
         engine, primary, tiers = self._moment(slots)
         named = zip(slots, tiers, strict=True)
         what_if = {} if self._what_if is None else {"what_if": self._what_if.report()}
-        return what_if | {
-            "engine": engine,
-            "primary": primary,
-            "tiers": {slot.name: figures | {"own": slot.own_stats(self._own_stats)} for slot, figures in named},
-        }
+        events = {} if self._publisher is None else {"events": dict(self._publisher.report())}
+        return (
+            what_if
+            | events
+            | {
+                "engine": engine,
+                "primary": primary,
+                "tiers": {slot.name: figures | {"own": slot.own_stats(self._own_stats)} for slot, figures in named},
+            }
+        )
 
     def _moment(self, slots: Sequence[TierSlot]) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
         """Read all figures between two calls of the engine's thread, waiting a bounded time for such a moment."""
         for _ in range(_MOST_LOOKS):
             turn = self.turns
             self._metrics.dropped_log_lines = dropped_lines()
+            if self._lost_spans is not None:
+                self._metrics.dropped_spans = self._lost_spans()
+            self._count_events()
             moment = self._metrics.as_data(), self._primary.figures(), [slot.metrics.as_data() for slot in slots]
             if turn % 2 == 0 and turn == self.turns:
                 break
             time.sleep(_CALL_SECONDS)
         return moment
+
+    def _count_events(self) -> None:
+        if self._publisher is not None:
+            report, metrics = self._publisher.report(), self._metrics
+            metrics.event_batches = report["batches"]
+            metrics.event_chunks = report["chunks"]
+            metrics.dropped_event_chunks = report["dropped_chunks"]
+            metrics.replayed_event_batches = report["replayed_batches"]
 
 
 class EventLog:

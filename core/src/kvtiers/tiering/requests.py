@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.tier_slot import TierSlot
-from kvtiers.types import PrefixHits, RequestContext
+from kvtiers.types import TENANT_FIELD, PrefixHits, RequestContext, Retention
 
 __all__ = ["LastAnswer", "RequestState", "RequestTable", "RoomWait"]
 
@@ -79,8 +79,12 @@ class RequestState:
     """It has waited for promotions as long as it may, or as it should."""
     is_overtaken: bool = False
     """It waits no longer since computing is sooner, not since its time is over."""
+    tenant: str = ""
+    """Of its parameters: its keys are this tenant's."""
     queue: tuple[float, int] = (0.0, 0)
     """Tokens to be computed before it and behind it, when it began to wait for promotions."""
+    ended_before: dict[TierSlot, int] = field(default_factory=dict)
+    """How many chunks each tier had brought when it began to wait for promotions."""
     line_until: float | None = None
     """How long it may stand in line for rows, with nothing on its way."""
     loading: dict[TierSlot, tuple[int, int]] = field(default_factory=dict)
@@ -96,6 +100,10 @@ class RequestState:
     """By group, if a tier has more of it that gets no row until other loads have ended."""
     reached: dict[int, int] = field(default_factory=dict)
     """By group: how far the run reached when it was last asked about in this step, in tokens."""
+    keeps: Retention | None = None
+    """Its client wants the chunks of its prompt to stay for a while."""
+    kept: dict[int, int] = field(default_factory=dict)
+    """By group: how many chunks of its prompt were named to the primary for that."""
     firsts: dict[int, int] = field(default_factory=dict)
     """By group: the number of its first chunk that was asked about; the engine has those before."""
     counted: dict[int, int] = field(default_factory=dict)
@@ -108,6 +116,8 @@ class RequestState:
     parked: dict[OffloadKey, None] = field(default_factory=dict)
     """Keys that a tier of ``whole`` wants but that are not readable yet."""
     finished: bool = False
+    is_prefetch: bool = False
+    """It stands for a prefetch: what is loaded for it is not protected, as no request waits to read it."""
 
     def lose(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
         """Record that loading these chunks from this tier failed."""
@@ -167,6 +177,8 @@ class RequestTable:
             if slot.wants_requests and slot.request_started(ctx) and not slot.options.read_only:
                 whole.append(slot)
         state = RequestState(ctx, allowed, whole, prompt_tokens=prompt_tokens)
+        if ctx.params and isinstance(named := ctx.params.get(TENANT_FIELD), str):
+            state.tenant = named
         self._open[ctx.request_id] = state
         return state
 

@@ -47,6 +47,8 @@ class TierOptions:
     may_lose: float = 0.01
     writes_per_hour: float | None = None
     chunks: int | None = None
+    shareable: bool = False
+    """Several processes may have its store open, and each finds what the others have written."""
 
 
 @runtime_checkable
@@ -55,6 +57,14 @@ class CanAskAhead(Protocol):
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask about a prefix that will be looked up soon; between any two other calls."""
+
+
+@runtime_checkable
+class CanAskAgain(Protocol):
+    """A tier that remembers answers, and can be made to forget some."""
+
+    def ask_again(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget what is known of these chunks, which another engine may have stored meanwhile."""
 
 
 @runtime_checkable
@@ -137,6 +147,11 @@ class TierSlot:
         """Ask the tier at once about a prefix that will be looked up soon, if it can be asked ahead."""
         if isinstance(self.tier, CanAskAhead) and self.available():
             self._do(self.tier.ask_ahead, keys)
+
+    def ask_again(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the next lookup of these chunks ask the store, whatever was known of them."""
+        if isinstance(self.tier, CanAskAgain):
+            self._do(self.tier.ask_again, keys)
 
     def submit(self, job: TransferJob) -> bool:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""

@@ -17,7 +17,7 @@ from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
-from kvtiers.types import RequestContext
+from kvtiers.types import TENANT_FIELD, RequestContext
 
 __all__ = ["Case", "CaseTier", "KeysOnlyStack", "ServedRequest"]
 
@@ -72,7 +72,10 @@ class KeysOnlyStack:
         self._now = max(self._now, request.arrival)
         self._served += 1
         manager, keys = self._manager, request.keys
-        context = RequestContext(str(self._served), request.params)
+        params = request.params
+        if TENANT_FIELD in params:  # other tenants' hashes are others here, and keys have no tenant
+            params = {name: value for name, value in params.items() if name != TENANT_FIELD}
+        context = RequestContext(str(self._served), params)
         with manager.lock:
             manager.on_new_request(context)
             wanted = keys[: request.usable]

@@ -12,12 +12,14 @@ A policy that learns, learns from the sample alone: what it would gain is estima
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtiers.api.keys import make_offload_key
+from kvtiers.types import TENANT_FIELD
 from kvtiers.what_if.keys_only import Case, KeysOnlyStack, ServedRequest
 
 __all__ = ["TIMES", "Asked", "Shadows"]
@@ -89,7 +91,8 @@ class Shadows:
         count = len(asked.hashes)
         if not count:
             return None
-        words = np.frombuffer(b"".join([each[:8].ljust(8) for each in asked.hashes]), np.uint64)
+        hashes = _of_tenant(asked)
+        words = np.frombuffer(b"".join([each[:8].ljust(8) for each in hashes]), np.uint64)
         slots = (words & np.uint64(_SLOTS - 1)).astype(np.intp)
         tags = (words & np.uint64(_TAG)).astype(np.int64) << _POSITION_BITS - _TAG_SHIFT
         last = self._last[slots] - tags  # the position, if the chunk is the one that was there
@@ -112,7 +115,7 @@ class Shadows:
         usable = int(np.searchsorted(sampled, asked.usable))
         self._ages = self._ages[sampled[:usable]]
         self._sampled += np.bincount(self._ages, minlength=_AGES)
-        keys = [make_offload_key(asked.hashes[place], 0) for place in sampled.tolist()]
+        keys = [make_offload_key(hashes[place], 0) for place in sampled.tolist()]
         return ServedRequest(asked.arrival, keys, usable, asked.params, asked.output_tokens)
 
     def names(self) -> Sequence[str]:
@@ -161,3 +164,12 @@ class Shadows:
         self._references /= 2
         for counts in (self._all, self._sampled, *self._hits.values()):
             np.divide(counts, 2, out=counts)
+
+
+def _of_tenant(asked: Asked) -> Sequence[bytes]:
+    """Return the hashes of a request, those of another tenant's same tokens being others."""
+    tenant = asked.params.get(TENANT_FIELD)
+    if not isinstance(tenant, str) or not tenant:
+        return asked.hashes
+    key = tenant.encode(errors="replace")[:64]
+    return [blake2b(each, key=key, digest_size=16).digest() for each in asked.hashes]
