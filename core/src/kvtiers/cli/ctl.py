@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 import click
 
 from kvtiers.api.units import parse_size
-from kvtiers.cli.engines import engines
+from kvtiers.cli.engines import NO_COMMANDS, meant
 from kvtiers.cli.output import with_unit
 from kvtiers.control import CommandRefused, send_command
 
 __all__ = ["ctl"]
 
 _SECONDS = 10.0
-_NO_COMMANDS = "takes no commands: it has its tiers under vLLM's own tiering, or is of an older release"
 _NOT_GIVEN = "not given"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -160,7 +159,7 @@ def drain(ctx: click.Context, /, **how: Any) -> None:
 @ctl.command()
 @click.option("--fingerprint", metavar="HEX", help="If this is the engine's fingerprint; 8 digits or more of it.")
 @click.option("--model", metavar="NAME", help="If this is the engine's model.")
-@click.option("--tenant", metavar="NAME", help="If names have tenants, which they do not have in this release.")
+@click.option("--tenant", metavar="NAME", help="Only this tenant's chunks.")
 @_options()
 @click.pass_context
 def clear(ctx: click.Context, /, fingerprint: str | None, model: str | None, tenant: str | None, **how: Any) -> None:
@@ -197,10 +196,10 @@ def _given(**arguments: str | None) -> dict[str, str]:
 def _send(ctx: click.Context, action: str, how: dict[str, Any], **arguments: Any) -> None:
     """Send a command to the engines that are meant, print their answers, and exit."""
     answers: list[dict[str, Any]] = []
-    for engine in _meant(how["pid"], to_all=how["to_all"]):
+    for engine in meant(how["pid"], to_all=how["to_all"]):
         answer = {"engine": engine["engine"], "pid": engine["pid"]}
         if not engine.get("control"):
-            answers.append({**answer, "error": f"{engine['engine']} {_NO_COMMANDS}"})
+            answers.append({**answer, "error": f"{engine['engine']} {NO_COMMANDS}"})
             continue
         try:
             text, result = send_command(engine["control"], action, how["seconds"], engine["uid"], **arguments)
@@ -221,18 +220,3 @@ def _print(answers: Sequence[dict[str, Any]]) -> None:
             click.echo(f"error: {which}{answer['error']}", err=True)
         else:
             click.echo(f"{which}{answer['text']}")
-
-
-def _meant(pid: int | None, *, to_all: bool) -> list[dict[str, Any]]:
-    """Return the engines that a command is for: one, unless all are meant. CommandRefused, one line, if none is."""
-    found = engines()
-    if pid is not None:
-        found = [engine for engine in found if engine["pid"] == pid]
-        if not found:
-            raise CommandRefused(f"no engine with kvtiers runs here as process {pid} of this user")
-    if not found:
-        raise CommandRefused("no engine with kvtiers runs here as this user")
-    if len(found) > 1 and not to_all:
-        pids = ", ".join(str(engine["pid"]) for engine in found)
-        raise CommandRefused(f"{len(found)} engines run here; give --engine PID ({pids}), or --all")
-    return found

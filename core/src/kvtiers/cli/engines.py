@@ -1,12 +1,15 @@
-"""The running engines of this machine, as their status sockets answer; for ``status``, ``ctl`` and ``top``."""
+"""The running engines of this machine, as their status sockets answer; for the commands to and about them."""
 
 from typing import Any
 
 import click
 
+from kvtiers.control import CommandRefused
 from kvtiers.status import ask_engine, process_of, running
 
-__all__ = ["engines"]
+__all__ = ["NO_COMMANDS", "engines", "meant"]
+
+NO_COMMANDS = "takes no commands: it has its tiers under vLLM's own tiering, or is of an older release"
 
 
 def engines(*, quiet: bool = False) -> list[dict[str, Any]]:
@@ -22,6 +25,22 @@ def engines(*, quiet: bool = False) -> list[dict[str, Any]]:
             if not quiet:
                 click.echo(f"{name}: no answer: {error}", err=True)
             continue
+        answer.pop("stats", None)  # for `kvtiers metrics`: too much for a person
         known = found.setdefault((process_of(name), answer["uid"]), answer)
         known["tiers"] |= answer["tiers"]  # each tier of an engine has a socket of its own
     return list(found.values())
+
+
+def meant(pid: int | None, *, to_all: bool) -> list[dict[str, Any]]:
+    """Return the engines that a command is for: one, unless all are meant. CommandRefused, one line, if none is."""
+    found = engines()
+    if pid is not None:
+        found = [engine for engine in found if engine["pid"] == pid]
+        if not found:
+            raise CommandRefused(f"no engine with kvtiers runs here as process {pid} of this user")
+    if not found:
+        raise CommandRefused("no engine with kvtiers runs here as this user")
+    if len(found) > 1 and not to_all:
+        pids = ", ".join(str(engine["pid"]) for engine in found)
+        raise CommandRefused(f"{len(found)} engines run here; give --engine PID ({pids}), or --all")
+    return found

@@ -31,6 +31,9 @@ COMMANDS = {
     "check": Lazy("kvtiers.cli.check.commands:check", "Validate a config, try every tier, and examine this machine."),
     "completion": Lazy("kvtiers.cli.completion:completion", "Print a shell's completion script."),
     "new-tier": Lazy("kvtiers.cli.new_tier.command:new_tier", "Write a new tier type's distribution to start from."),
+    "metrics": Lazy(
+        "kvtiers.cli.metrics:metrics", "Serve the figures of this machine's engines to Prometheus, or print them."
+    ),
     "report": Lazy("kvtiers.cli.report:report", "Gather what a bug report needs, without secrets."),
     "ctl": Lazy("kvtiers.cli.ctl:ctl", "Command a running engine: switch, limit, attach, drain or clear its tiers."),
     "status": Lazy("kvtiers.cli.status:status", "Show the tiers of running engines, and whether they pay."),
@@ -39,6 +42,7 @@ COMMANDS = {
     ),
     "top": Lazy("kvtiers.cli.top:top", "Show the tiers of running engines live: hits, GB/s, queues, seconds saved."),
     "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
+    "warm": Lazy("kvtiers.cli.warm:warm", "Fill a running engine's CPU memory from a tier, ahead of its requests."),
 }
 """The commands of core. Companions add theirs through the entry-point group ``kvtiers.commands``."""
 

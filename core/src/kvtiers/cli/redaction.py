@@ -6,6 +6,7 @@ name stays, but its value is taken out of the log and all else. In doubt more is
 password than that a part of the password stays.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -69,6 +70,7 @@ _NO_VALUE = re.compile(
     r"|'\$\{' without its",
     re.MULTILINE,
 )
+_MAY_BE_A_KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=?|[0-9A-Fa-f]{64}")
 _COUNT = re.compile(r"\d[\d.,]*(?=[\s;)\]}]|$)|\d[\d.]*,", re.MULTILINE)
 
 
@@ -118,6 +120,10 @@ class Redaction:
     def _option(self, name: str, value: Any, models: _Models, secret_options: frozenset[str]) -> Any:
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
         is_unknown = bool(models) and not fields
+        if name == "encryption" and isinstance(value, Mapping):
+            return {str(key): self._key_source(part) for key, part in value.items()}
+        if isinstance(value, str) and _MAY_BE_A_KEY.fullmatch(value) and name == "encryption":
+            return self._hidden(value)
         if name == "key" or name in secret_options or _is_secret(name):
             return self._hidden(value)
         if is_unknown:
@@ -125,6 +131,39 @@ class Redaction:
         return self._cleaned(
             value, [model for field in fields for model in models_in(field.annotation)], secret_options
         )
+
+    def _key_source(self, value: Any) -> Any:
+        """Return where a key of ``encryption`` comes from; what it is, and a command's arguments, are secrets."""
+        match value:
+            case {"file": str(path), **rest} if not rest and not _MAY_BE_A_KEY.fullmatch(path):
+                with contextlib.suppress(OSError, ValueError):
+                    self._remember_key(Path(expand_variables(path)).read_bytes())
+                return value
+            case {"env": str(name), **rest} if not rest and not _MAY_BE_A_KEY.fullmatch(name):
+                self._remember_key(os.environb.get(name.encode(), b""))
+                return value
+            case {"command": [str(program), *arguments], **rest}:
+                for argument in arguments:
+                    self._remember(str(argument))
+                return {"command": [program, *([_HIDDEN] if arguments else [])]} | rest
+        for part in _texts(value):
+            self._remember(part)
+        return _HIDDEN
+
+    def _remember_key(self, content: bytes) -> None:
+        """Remember a key as the bytes themselves and as text, in the forms that a log may have it in."""
+        forms = {content, content.strip()}
+        with contextlib.suppress(ValueError):
+            forms.add(base64.b64decode(content.strip().replace(b"-", b"+").replace(b"_", b"/"), validate=True))
+        for form in forms:
+            texts = [
+                base64.b64encode(form).decode(),
+                base64.urlsafe_b64encode(form).decode(),
+                form.hex(),
+                repr(form)[2:-1],
+            ]
+            for text in [*texts, form.decode("utf-8", "replace"), texts[0].rstrip("=")]:
+                self._remember(text)
 
     def _hidden(self, value: Any) -> Any:
         match value:

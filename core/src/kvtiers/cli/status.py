@@ -10,7 +10,7 @@ from kvtiers.api.units import format_size
 from kvtiers.cli.engines import engines
 from kvtiers.cli.output import print_heading, print_table
 
-__all__ = ["state_of", "status", "verdict", "what_if_sentence", "writes_per_hit"]
+__all__ = ["events_sentence", "state_of", "status", "verdict", "what_if_sentence", "writes_per_hit"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
 _FEW_LOADS = 8  # jobs; with fewer a slow tier looks like a slow start
@@ -54,6 +54,8 @@ def _print(answer: Mapping[str, Any]) -> None:
         click.echo(f"  namespace {answer['namespace']!r}, fingerprint {answer['fingerprint']}")
     if answer.get("orphaned"):
         click.echo(f"  orphaned: the server that started it has ended, so no request arrives; kill {answer['pid']}")
+    if answer.get("events"):
+        click.echo(f"  KV events: {events_sentence(answer['events'])}")
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
     print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
     for name, tier in answer["tiers"].items():
@@ -61,6 +63,15 @@ def _print(answer: Mapping[str, Any]) -> None:
         for line in (tier.get("budget"), writes_per_hit(tier)):
             if line:
                 click.echo(f"  {name}: {line}")
+
+
+def events_sentence(report: Mapping[str, Any]) -> str:
+    """Return whether KV events are published, and whether routers can trust them, in one sentence."""
+    if report["error"]:
+        return f"none are published: {report['error']}"
+    dropped = report["dropped_chunks"]
+    lost = f"; {dropped:,} chunks' events were dropped: raise 'events.max_waiting'" if dropped else ", none dropped"
+    return f"{report['endpoint']}, {report['batches']:,} batches of {report['chunks']:,} chunks{lost}"
 
 
 def _print_what_if(report: Mapping[str, Any]) -> None:

@@ -13,11 +13,13 @@ from itertools import takewhile
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 from kvtiers._failures import error_text, log_with_backoff
-from kvtiers.api import OffloadKey, make_offload_key
+from kvtiers.api import ConfigError, OffloadKey, make_offload_key
 from kvtiers.client.buffers import Bytes, Views, gather, length_of, parts_of, scatter
 from kvtiers.client.driver import CLOSED, Driver
+from kvtiers.client.prefetch import Prefetch
 from kvtiers.client.requests import Delete, Get, Prefix, Present, Put, Task
 from kvtiers.client.rows import BounceRows, RowLease
+from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import ClientMetrics
 from kvtiers.region.claims import ClaimState, ClaimTable
 
@@ -69,8 +71,9 @@ class Client:
     A key is 1 to 65,531 bytes that name exactly this content: a key that is stored already is not stored again. A value
     is a C-contiguous buffer or a list of them, one behind the other, whose length is one of the client's
     ``value_bytes``; of another length it is not stored, and not found. ``timeout``: seconds in which the call ends, by
-    default the client's; what is not done by then is False in its result. No call raises: mistakes, failures and a
-    closed client are results too, counted in ``stats``, and logged with backoff.
+    default the client's; what is not done by then is False in its result. ``tenant``: whose values they are, by default
+    the client's; another one's, or those of none, are never found, stored or removed. No call raises: mistakes,
+    failures and a closed client are results too, counted in ``stats``, and logged with backoff.
     """
 
     def __init__(
@@ -82,8 +85,13 @@ class Client:
         deadline: float,
         tier_stats: Callable[[], dict[str, Any]],
         close: Callable[[float], None],
+        tenants: Tenants,
+        tenant: str = "",
     ) -> None:
-        """Take the parts. ``groups``: the KV group of each length of values. ``value_bytes``: the default length."""
+        """Take the parts. ``groups``: the KV group of each length of values. ``value_bytes``: the default length.
+
+        ``tenants``: whose values there may be. ``tenant``: whose they are where a call does not say it.
+        """
         self._driver = driver
         self._rows = rows
         self._groups = groups
@@ -91,6 +99,8 @@ class Client:
         self._deadline = deadline
         self._tier_stats = tier_stats
         self._close = close
+        self._tenants = tenants
+        self._tenant = tenant
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._metrics = ClientMetrics()
@@ -105,16 +115,29 @@ class Client:
 
     # -- calls
 
-    def put(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None = None) -> PutResult:
+    def put(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[Views],
+        timeout: float | None = None,
+        *,
+        tenant: str | None = None,
+    ) -> PutResult:
         """Store ``views[i]`` under ``keys[i]``, in all tiers that take stores, and wait for them.
 
         The buffers are read during the call alone.
         """
-        result = self._never_raises(self._put, keys, views, timeout)
+        result = self._never_raises(self._put, keys, views, timeout, tenant)
         return result if result is not None else PutResult([False] * _count(keys), error="not done; see the log")
 
     def get_into(
-        self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None = None, *, in_place: bool = False
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[Views],
+        timeout: float | None = None,
+        *,
+        in_place: bool = False,
+        tenant: str | None = None,
     ) -> list[bool]:
         """Fill ``views[i]`` with the value of ``keys[i]``, where a tier has it; return for each whether it is there.
 
@@ -126,23 +149,61 @@ class Client:
         caller's again when the call ends, a store that still reads into it then costs its tier host, which is killed:
         for calls with time enough. The call ends when the kernel has ended that process.
         """
-        found = self._never_raises(self._get, keys, views, timeout, in_place)
+        found = self._never_raises(self._get, keys, views, timeout, tenant, in_place)
         return found if found is not None else [False] * _count(keys)
 
-    def exists_prefix(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> int:
+    def prefetch(
+        self,
+        keys: Sequence[bytes],
+        value_bytes: int | None = None,
+        timeout: float | None = None,
+        *,
+        tenant: str | None = None,
+    ) -> list[bool]:
+        """Bring values of this length nearer; return for each key whether it is near now.
+
+        Near is the first usable tier that takes stores, or one before it: what only a later tier has is loaded from
+        there and stored in the near one. Few rows are used at a time, so that other calls find some. ``value_bytes``:
+        by default the first length that the client was opened with.
+        """
+        near = self._never_raises(self._prefetch, keys, value_bytes, timeout, tenant)
+        return near if near is not None else [False] * _count(keys)
+
+    def exists_prefix(
+        self,
+        keys: Sequence[bytes],
+        value_bytes: int | None = None,
+        timeout: float | None = None,
+        *,
+        tenant: str | None = None,
+    ) -> int:
         """Return how many of the leading keys the tiers have with values of this length.
 
         ``value_bytes``: by default the first one that the client was opened with. An answer of the tiers is reused for
         ``exists_ttl``, an absence for a second at most.
         """
-        return self._never_raises(self._prefix, keys, value_bytes, timeout) or 0
+        return self._never_raises(self._prefix, keys, value_bytes, timeout, tenant) or 0
 
-    def exists(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> list[bool]:
+    def exists(
+        self,
+        keys: Sequence[bytes],
+        value_bytes: int | None = None,
+        timeout: float | None = None,
+        *,
+        tenant: str | None = None,
+    ) -> list[bool]:
         """Return for each key, whatever the others are, whether a tier has it; else as ``exists_prefix``."""
-        there = self._never_raises(self._exists, keys, value_bytes, timeout)
+        there = self._never_raises(self._exists, keys, value_bytes, timeout, tenant)
         return there if there is not None else [False] * _count(keys)
 
-    def delete(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> list[bool]:
+    def delete(
+        self,
+        keys: Sequence[bytes],
+        value_bytes: int | None = None,
+        timeout: float | None = None,
+        *,
+        tenant: str | None = None,
+    ) -> list[bool]:
         """Remove the values of these keys; return for each whether every tier that takes stores is without it now.
 
         ``value_bytes``: of this length alone; by default of all the client's lengths. A key that is nowhere is True. A
@@ -150,13 +211,14 @@ class Client:
         no way to remove one: with such a tier all are False, and the log says so. A ``put`` of the same key at the same
         time may win or lose.
         """
-        gone = self._never_raises(self._delete, keys, value_bytes, timeout)
+        gone = self._never_raises(self._delete, keys, value_bytes, timeout, tenant)
         return gone if gone is not None else [False] * _count(keys)
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of this client since it was opened, and each tier's figures under ``tiers``.
 
         Those of a tier are its own, and under ``transfers`` what the client has moved (``kvtiers.metrics.export``).
+        With KV events also what was published of them, under ``events``.
         """
         found = self._metrics.as_data()
         found |= {"bounce_rows": self._rows.count, "free_bounce_rows": len(self._rows.free)}
@@ -165,7 +227,8 @@ class Client:
             task = Task(lambda: tiers.update(self._tier_stats()), time.monotonic() + self._deadline)
             if self._driver.send(task):
                 task.over.wait(self._deadline)
-        return found | {"tiers": tiers}
+        publisher = self._driver.publisher
+        return found | {"tiers": tiers} | ({} if publisher is None else {"events": dict(publisher.report())})
 
     def close(self, timeout: float = 5.0) -> None:
         """Let calls in flight end, within so many seconds, then close the tiers. Later calls find and store nothing."""
@@ -185,9 +248,11 @@ class Client:
         if not was_closed:
             self._close(timeout)
 
-    def _put(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None) -> PutResult:
+    def _put(
+        self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None, tenant: str | None
+    ) -> PutResult:
         until = self._until(timeout)
-        values = self._values(keys, views, writable=False)
+        values = self._values(keys, views, tenant, writable=False)
         todo = self._pieces(values)
         stored = [False] * len(keys)
         tiers: dict[str, int] = {}
@@ -209,9 +274,16 @@ class Client:
         self._count(puts=1, put_values=len(keys), put_bytes=nbytes, stored_values=sum(stored))
         return PutResult(stored, tiers, error)
 
-    def _get(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None, in_place: bool) -> list[bool]:
+    def _get(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[Views],
+        timeout: float | None,
+        tenant: str | None,
+        in_place: bool,
+    ) -> list[bool]:
         until = self._until(timeout)
-        todo = self._pieces(self._values(keys, views, writable=True))
+        todo = self._pieces(self._values(keys, views, tenant, writable=True))
         found = [False] * len(keys)
         with closing(self._moved(Get, todo, until, in_place=in_place)) as pieces:
             for some, request in pieces:
@@ -328,10 +400,10 @@ class Client:
                     found[place] = True
                 self._count(found_bytes=value.nbytes)
 
-    def _prefix(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> int:
+    def _prefix(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None, tenant: str | None) -> int:
         until = self._until(timeout)
         self._count(lookups=1)
-        named = self._named(keys, self._value_bytes if value_bytes is None else value_bytes)
+        named = self._named(keys, self._value_bytes if value_bytes is None else value_bytes, tenant)
         leading = [key for [key] in takewhile(bool, named)]
         if not leading or not self._is_usable():
             return 0
@@ -340,10 +412,33 @@ class Client:
         self._await(request, until)
         return request.length
 
-    def _exists(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
+    def _prefetch(
+        self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None, tenant: str | None
+    ) -> list[bool]:
+        until = self._until(timeout)
+        named = self._named(keys, self._value_bytes if value_bytes is None else value_bytes, tenant)
+        wanted = list(dict.fromkeys(key for names in named for key in names))
+        most = max(1, min(_JOB_BYTES // self._rows.row_stride, self._rows.count // 4))
+        near: set[OffloadKey] = set()
+        while wanted and self._is_usable() and (lease := self._rows.take(min(most, len(wanted)), until)) is not None:
+            some, wanted = wanted[: len(lease.rows)], wanted[len(lease.rows) :]
+            request = Prefetch(some, lease, until)
+            try:
+                self._driver.send(request)
+                self._await(request, until)
+                near |= request.near
+            finally:
+                request.release()
+        found = [bool(names) and near.issuperset(names) for names in named]
+        self._count(prefetches=1, prefetched_values=sum(found))
+        return found
+
+    def _exists(
+        self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None, tenant: str | None
+    ) -> list[bool]:
         until = self._until(timeout)
         self._count(lookups=1)
-        named = self._named(keys, self._value_bytes if value_bytes is None else value_bytes)
+        named = self._named(keys, self._value_bytes if value_bytes is None else value_bytes, tenant)
         if not any(named) or not self._is_usable():
             return [False] * len(keys)
         request = Present([key for names in named for key in names], until)
@@ -351,10 +446,12 @@ class Client:
         self._await(request, until)
         return [bool(names) and request.there.issuperset(names) for names in named]
 
-    def _delete(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
+    def _delete(
+        self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None, tenant: str | None
+    ) -> list[bool]:
         until = self._until(timeout)
         self._count(deletes=1)
-        named = self._named(keys, value_bytes)
+        named = self._named(keys, value_bytes, tenant)
         wanted = list(dict.fromkeys(key for names in named for key in names))
         gone: set[OffloadKey] = set()
         error = "" if self._is_usable() else CLOSED
@@ -372,20 +469,38 @@ class Client:
             log_with_backoff(times, _log.warning, text, kept, error or "a store has failed; see its log", times)
         return found
 
-    def _named(self, keys: Sequence[bytes], value_bytes: int | None) -> list[list[OffloadKey]]:
+    def _whose(self, tenant: str | None, values: int) -> str | None:
+        """Return the tenant of a call, "" for none; None for one that may not be: its values are refused."""
+        try:
+            return self._tenants.check(self._tenant if tenant is None else tenant)
+        except (ConfigError, TypeError) as error:
+            self._refuse(f"a call: {error}", values)
+            return None
+
+    def _named(self, keys: Sequence[bytes], value_bytes: int | None, tenant: str | None) -> list[list[OffloadKey]]:
         """Return the names of each key for values of this length, or of all lengths; none for a mistake: refused."""
+        whose = self._whose(tenant, len(keys))
+        if whose is None:
+            return [[] for _ in keys]
         groups = [*self._groups.values()] if value_bytes is None else [self._groups.get(value_bytes, -1)]
         if -1 in groups:
             self._refuse(f"values of {value_bytes!r} bytes; this client's have {self._lengths()}", len(keys))
             return [[] for _ in keys]
-        named = [[make_offload_key(key, group) for group in groups] if _is_key(key) else [] for key in keys]
+        named = [
+            [make_offload_key(key, group, whose) for group in groups] if _is_key(key, whose) else [] for key in keys
+        ]
         if wrong := named.count([]):
             self._refuse("a key that is not 1 to 65,531 bytes", wrong)
         return named
 
-    def _values(self, keys: Sequence[bytes], views: Sequence[Views], *, writable: bool) -> list[_Value]:
+    def _values(
+        self, keys: Sequence[bytes], views: Sequence[Views], tenant: str | None, *, writable: bool
+    ) -> list[_Value]:
         """Return the values of a call, each key once; those that do not fit are refused."""
         values: dict[OffloadKey, _Value] = {}
+        whose = self._whose(tenant, len(keys))
+        if whose is None:
+            return []
         if len(keys) != len(views):
             self._refuse(f"{len(keys)} keys with {len(views)} values", len(keys))
             return []
@@ -396,11 +511,11 @@ class Client:
             except (TypeError, ValueError, BufferError) as error:
                 self._refuse(error_text(error))
                 continue
-            if group is None or not _is_key(key):
+            if group is None or not _is_key(key, whose):
                 what = f"of {length_of(parts)} bytes" if group is None else f"with a key of {type(key).__name__}"
                 self._refuse(f"a value {what}; this client's have {self._lengths()}")
                 continue
-            offload_key = make_offload_key(key, group)
+            offload_key = make_offload_key(key, group, whose)
             if (known := values.get(offload_key)) is None:
                 values[offload_key] = _Value(offload_key, length_of(parts), [parts], [place])
             else:
@@ -426,7 +541,7 @@ class Client:
             pieces.extend(some[start : start + most] for start in range(0, len(some), most))
         return pieces
 
-    def _await(self, request: Put | Get | Prefix | Present | Delete, until: float) -> None:
+    def _await(self, request: Put | Get | Prefix | Present | Delete | Prefetch, until: float) -> None:
         if not request.over.wait(max(0.0, until - time.monotonic())):
             self._count(expired_calls=1)
             request.error = request.error or "not ended in time"
@@ -463,8 +578,8 @@ class Client:
             return None
 
 
-def _is_key(key: object) -> bool:
-    return isinstance(key, bytes) and 0 < len(key) <= _LONGEST_KEY
+def _is_key(key: object, tenant: str) -> bool:
+    return isinstance(key, bytes) and 0 < len(key) <= _LONGEST_KEY - len(tenant)
 
 
 def _count(keys: object) -> int:

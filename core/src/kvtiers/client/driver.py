@@ -20,8 +20,9 @@ from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.client.requests import Request, Transfer
 from kvtiers.client.rows import RowLease
 from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, TierEvent, good_keys, is_of, moved
+from kvtiers.tiering.engine_side import EventSide
 from kvtiers.tiering.tier_slot import TierSlot
-from kvtiers.types import RequestContext
+from kvtiers.types import OffloadEvent, RequestContext
 
 __all__ = ["CLOSED", "Driver"]
 
@@ -60,11 +61,13 @@ class Driver:
         wait: Callable[[float | None, int], None],
         *,
         is_polled: bool,
+        publisher: EventSide | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots = slots
         self._wait = wait
         self._is_polled = is_polled
+        self.publisher = publisher
         self._clock = clock
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._incoming: queue.SimpleQueue[Request] = queue.SimpleQueue()
@@ -250,6 +253,7 @@ class Driver:
             request, job, good = found.request, found.job, good_keys(found.job, event)
             request.job_is_over()
             self._count(found, event, len(good))
+            self._report(found, good)
             self._guarded(request, lambda driver: request.job_ended(driver, slot, job, good))
             _release(found.leases)
 
@@ -273,6 +277,12 @@ class Driver:
             metrics.failed_stores += lost
             if good:
                 metrics.cascade_latency.observe(took)
+
+    def _report(self, ended: _Job, good: Sequence[OffloadKey]) -> None:
+        """Publish what a tier has now, or has no longer."""
+        if self.publisher is not None and good and not ended.job.is_promotion:
+            removed = not len(ended.job.chunk_ids)  # a removal has no rows
+            self.publisher.take([OffloadEvent(good, removed, ended.slot.name)])
 
     def _expire(self, now: float) -> None:
         """Give up overdue jobs, which their tiers then end; end requests whose callers have gone on."""

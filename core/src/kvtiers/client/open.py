@@ -15,19 +15,23 @@ from kvtiers.client.client import Client
 from kvtiers.client.driver import Driver
 from kvtiers.client.rows import BounceRows, CallersMemory
 from kvtiers.config import OffloadConfig, load_config
+from kvtiers.kv_events.naming import OWN_NAMES, event_groups
+from kvtiers.kv_events.open import event_publisher
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.metrics import CLIENT_TIER_FIGURES
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import require_linux
 from kvtiers.start_line import StartFacts, StartLine
-from kvtiers.tier_set import TierSet
+from kvtiers.tier_set import TierRows, TierSet
 
 __all__ = ["client_layout", "open_client"]
 
 _BOUNCE_BYTES = 256 << 20
 _MOST_LENGTHS = 64
+_EVENT_SECONDS = 1.0  # what a close gives the KV events that wait
 
 
 def open_client(
@@ -41,6 +45,7 @@ def open_client(
     deadline: float | None = None,
     way_in: str = "as a client",
     release: str = "",
+    tenant: str = "",
 ) -> Client:
     """Open the tiers of a config for a caller that has bytes and keys, and return a thread-safe, blocking client.
 
@@ -55,13 +60,13 @@ def open_client(
     values in it are not copied through the rows. ``region``: shared memory of the caller's own instead: a descriptor of
     a memfd or of ``shm_open``, and the buffer that is mapped from it. ``deadline``: seconds in which a call ends, by
     default the longest ``deadline`` among the tiers. ``way_in``, ``release``: what uses the client, for the log and for
-    what is recorded beside the values.
+    what is recorded beside the values. ``tenant``: whose values they are where a call names no other; "" for no one's.
 
     Of the config, ``primary`` and what belongs to it has no effect. Waits up to ``start_wait`` for the tiers to open;
     one that is not open by then is used when it is. ConfigError or StartError, in one line each, if it cannot start.
     """
     hold_standard_descriptors()
-    config = _usable(config)
+    config = _usable(config, tenant)
     lengths = [value_bytes] if isinstance(value_bytes, int) else list(value_bytes)
     layout = with_weights(with_model(config, client_layout(identity, lengths)))
     sizes = [(layout.payload_bytes(group), layout.value_bytes(group)) for group in range(len(layout.groups))]
@@ -72,23 +77,21 @@ def open_client(
         undo.callback(logs.close)
         rows = _bounce_rows(config, layout.row_stride, bounce_bytes, _memory(region, region_bytes))
         undo.callback(rows.close)
-        record = described(names, layout, release)
         hosted = rows.for_tiers(sizes, core_dumps=config.primary.core_dumps)
-        tiers = TierSet(config.secondary, hosted, config.namespace, names, record, is_awaited=True)
+        tiers = _tiers(config, hosted, names, described(names, layout, release))
         undo.callback(tiers.release_rows)
         undo.callback(tiers.close, 0.0)
-        soon = time.monotonic() + config.start_wait
-        tiers.wait_open(soon, time.monotonic() + config.primary.start_deadline)
-        driver = _driver(config, tiers)
+        tiers.wait_open((now := time.monotonic()) + config.start_wait, now + config.primary.start_deadline)
+        driver = _driver(config, tiers, layout, undo)
         undo.callback(driver.close)
         driver.start()
         undo.callback(driver.stop, 0.0)
         facts = StartFacts(way_in, rows.in_words(), config.namespace, names.fingerprint, shared=is_shared(layout.model))
         line = StartLine(facts, {it.tier_name: (it.type, tiers.tiers[it.tier_name]) for it in config.secondary})
         undo.pop_all()
-    groups = {nbytes: group for group, (nbytes, _) in enumerate(sizes)}
     close = partial(_close, driver, rows, tiers, line, logs)
-    return Client(driver, rows, groups, lengths[0], longest, lambda: _stats(tiers), close)
+    groups, whose = {nbytes: group for group, (nbytes, _) in enumerate(sizes)}, config.tenant_rule()
+    return Client(driver, rows, groups, lengths[0], longest, partial(_stats, tiers), close, whose, tenant)
 
 
 def client_layout(identity: ModelIdentity, lengths: Sequence[int]) -> CacheLayout:
@@ -127,6 +130,11 @@ def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, regi
     return BounceRows(min(bounce_bytes // row_stride, most), row_stride, region, claims)
 
 
+def _tiers(config: OffloadConfig, rows: TierRows, names: StorageNames, record: Described | None) -> TierSet:
+    encryption = config.encryption
+    return TierSet(config.secondary, rows, config.namespace, names, record, is_awaited=True, encryption=encryption)
+
+
 def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:
     moved = {slot.name: slot.metrics.as_data() for slot in tiers.slots}
     return {
@@ -135,14 +143,20 @@ def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:
     }
 
 
-def _driver(config: OffloadConfig, tiers: TierSet) -> Driver:
+def _driver(config: OffloadConfig, tiers: TierSet, layout: CacheLayout, undo: contextlib.ExitStack) -> Driver:
     is_polled = any(tier.io == "thread" or load_tier(tier.type).kind == "manager" for tier in config.secondary)
-    return Driver(tiers.slots, tiers.hosts.wait if tiers.hosts is not None else _wait, is_polled=is_polled)
+    wait = tiers.hosts.wait if tiers.hosts is not None else _wait
+    publisher = event_publisher(config, event_groups(layout, OWN_NAMES))
+    if publisher is not None:
+        undo.callback(publisher.close, 0.0)
+    return Driver(tiers.slots, wait, is_polled=is_polled, publisher=publisher)
 
 
-def _usable(given: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]) -> OffloadConfig:
-    """Return the config; ConfigError or StartError if a client cannot use it."""
+def _usable(given: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any], tenant: str) -> OffloadConfig:
+    """Return the config; ConfigError or StartError if a client, or one of this tenant, cannot use it."""
     config = given if isinstance(given, OffloadConfig) else load_config(given)
+    if tenant:
+        config.tenant_rule().check(tenant)
     _refuse_admissions(config.secondary)
     require_linux()
     return config
@@ -175,4 +189,6 @@ def _close(driver: Driver, rows: BounceRows, tiers: TierSet, line: StartLine, lo
         for step in steps:
             last.callback(step)
         driver.stop(timeout)
+        if driver.publisher is not None:
+            driver.publisher.close(min(timeout, _EVENT_SECONDS))
         tiers.close(max(0.0, until - time.monotonic()))

@@ -9,6 +9,7 @@ request        asks
                a tier that takes longer than its share of the time is not waited for, but may still give its part
 ``Prefix``     the tiers in order how far they have the prefix, and again from there, until none has more
 ``Present``    all tiers which of the keys they have, each by itself
+``Prefetch``   the tiers in order; what a later one has is stored in the first that takes stores (``prefetch.py``)
 ``Task``       no tier: a function to be called on the driver's thread
 =============  ==================================================================================================
 

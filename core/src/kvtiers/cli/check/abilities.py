@@ -1,4 +1,4 @@
-"""Probes of a store's optional abilities: batches, pieces, parts, listing, figures, each as core uses it."""
+"""Probes of a store's optional abilities: batches, pieces, parts, any lengths, listing, figures, as core uses each."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +10,7 @@ from kvtiers.api import (
     Finding,
     Refused,
     StoreEntry,
+    SupportsAnyLength,
     SupportsBatch,
     SupportsListing,
     SupportsParts,
@@ -17,7 +18,7 @@ from kvtiers.api import (
     SupportsScatter,
     SupportsStats,
 )
-from kvtiers.api.answers import found, found_each, kept_each
+from kvtiers.api.answers import found, found_each, kept_each, lengths_each
 from kvtiers.api.units import format_duration
 from kvtiers.cli.check.round_trip import Bench, ProbeError, probe_name
 
@@ -42,6 +43,8 @@ def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
         probes.append(partial(_parts, store, store, bench))
     if isinstance(store, SupportsScatter) and not bench.read_only:
         probes.append(partial(_scatter, store, store, bench))
+    if isinstance(store, SupportsAnyLength) and not bench.read_only:
+        probes.append(partial(_any_length, store, store, bench))
     if isinstance(store, SupportsStats):
         probes.append(partial(_stats, store, bench))
     if isinstance(store, SupportsListing) and not bench.read_only:
@@ -140,6 +143,30 @@ def _scatter(store: ChunkStore, scatter: SupportsScatter, bench: Bench) -> Itera
         store.delete([name])
         bench.stage = before
     yield Finding("ok", "values into parts: read one and compared it")
+
+
+def _any_length(store: ChunkStore, reads: SupportsAnyLength, bench: Bench) -> Iterator[Finding]:
+    name, absent = probe_name(), probe_name()
+    bench.stage = "reading the probe value without its length"
+    store.write(name, bench.view(0).toreadonly())
+    try:
+        for asked, expected in ((name, bench.value_bytes), (absent, 0)):
+            bench.forget()
+            got = bench.borrow(
+                store,
+                "read_any_into",
+                [1],
+                readonly=False,
+                call=lambda views, asked=asked: reads.read_any_into([asked], views),  # type: ignore[misc]
+            )
+            if lengths_each(store, [asked], [bench.value_bytes], got) != [expected]:
+                raise ProbeError(f"read_any_into() gave {got!r:.80}, expected {[expected]}")
+            bench.compare(*[1] * bool(expected))
+    finally:
+        bench.stage, before = "deleting the probe value", bench.stage
+        store.delete([name])
+        bench.stage = before
+    yield Finding("ok", "values of any length: read one and compared it")
 
 
 def _batch_reads(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[Finding]:

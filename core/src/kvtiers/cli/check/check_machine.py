@@ -4,16 +4,19 @@ Each check yields findings: ok, a warning (it runs, but worse) or an error (it d
 """
 
 import resource
+import socket
 import time
+import urllib.parse
 from collections.abc import Iterator
 
-from kvtiers.api import Finding, StartError
+from kvtiers.api import ConfigError, Finding, StartError
 from kvtiers.api.units import format_size
 from kvtiers.cli.machine import Machine
 from kvtiers.config import OffloadConfig
 from kvtiers.plugins import load_tier
 from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem, read_text
 from kvtiers.region.memfd import HUGE_PAGE_BYTES
+from kvtiers.tiering.span_writer import otlp_exporter
 
 __all__ = ["examine"]
 
@@ -25,6 +28,7 @@ _FEW_CHUNKS = 4
 _SMALL_CHUNK = 2 * 24 * 2 * 64 * 2 * 16
 _SUM = f"2 x 24 layers x 2 heads x 64 x 2 bytes x 16 tokens = {format_size(_SMALL_CHUNK)}"
 _SANE_YEARS = range(2025, 2100)
+_CONNECT_SECONDS = 2.0
 _UNLIMITED = resource.RLIM_INFINITY
 
 
@@ -43,6 +47,7 @@ def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
         _clock,
         _eviction,
         _budgets,
+        _tracing,
     ]
     return [finding for check in checks for finding in check(config, machine)]
 
@@ -97,6 +102,32 @@ def _budgets(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # n
         "ok",
         f"budgets: {one} of the primary for each tier's transfers, {every} for all tiers together; prompts with more "
         "KV lose hits, and 'kvtiers plan', 'kvtiers replay' and 'kvtiers status' name the budget then",
+    )
+
+
+def _tracing(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
+    if config.tracing is None:
+        return
+    try:
+        otlp_exporter(config.tracing.endpoint).shutdown()
+    except ConfigError as error:
+        text, _, fix = str(error).rpartition(": ")
+        yield Finding("error", text, fix)
+        return
+    if (endpoint := config.tracing.endpoint) is not None:
+        url = urllib.parse.urlsplit(endpoint)
+        try:
+            place = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
+            socket.create_connection(place, _CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:
+            yield Finding(
+                "warning",
+                f"tracing: {endpoint} cannot be reached ({error}); the engine runs, and its spans are lost",
+                "start the receiver, or mend 'tracing.endpoint'",
+            )
+            return
+    yield Finding(
+        "ok", f"tracing: {100 * config.tracing.sample:g} % of the requests without a trace context are in the sample"
     )
 
 

@@ -1,15 +1,16 @@
 """``kvtiers check``: whether a config is valid, its tiers work, and it will run on this machine."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import click
 
-from kvtiers.api import ConfigError, Finding
+from kvtiers.api import ConfigError, Finding, StartError
 from kvtiers.api.units import format_size, parse_duration
 from kvtiers.cli.output import print_table, value_bytes_option, with_unit
-from kvtiers.config import OffloadConfig, load_config
+from kvtiers.config import EventsConfig, OffloadConfig, load_config
+from kvtiers.kv_events.open import missing_libraries
 
 __all__ = ["check"]
 
@@ -84,9 +85,48 @@ def _examine(config: OffloadConfig, value_bytes: int, timeout: float) -> list[_L
     from kvtiers.cli.machine import Machine
 
     lines = [_Line("machine", finding) for finding in examine(config, Machine())]
+    lines += [_Line("encryption", finding) for finding in _encryption(config)]
+    lines += [_Line("events", finding) for finding in _try_events(config.events)]
     trials = try_tiers(config.secondary, config.namespace, value_bytes, timeout)
     lines += [_Line(f"tier {trial.name}", finding) for trial in trials for finding in trial.findings]
     return lines
+
+
+def _encryption(config: OffloadConfig) -> Iterator[Finding]:
+    """Read the keys as a tier host would, commands included."""
+    encryption = config.encryption
+    if encryption is None:
+        return
+    from kvtiers.encryption.key_source import open_file_warnings, open_keys
+
+    clear = [tier.tier_name for tier in config.secondary if not tier.encrypt]
+    try:
+        found = f"{open_keys(encryption, config.namespace).in_words()} of namespace {config.namespace!r}"
+    except ConfigError as error:
+        fix = "correct it where the config says that it is from; without it, the tiers are out of use"
+        yield Finding("error", str(error), fix)
+        return
+    yield Finding("ok", f"{found}; in clear: {', '.join(clear)}" if clear else found)
+    for line in open_file_warnings(encryption):
+        where, _, fix = line.rpartition("; ")
+        yield Finding("warning", where, fix)
+
+
+def _try_events(events: EventsConfig | None) -> list[Finding]:
+    """Open the endpoints of KV events for a moment."""
+    if events is None:
+        return []
+    if line := missing_libraries():
+        _, problem, fix = line.split(": ")
+        return [Finding("error", problem, fix)]
+    from kvtiers.kv_events.sockets import EventSockets
+
+    try:
+        sockets = EventSockets(events, 0)
+    except StartError as error:
+        return [Finding("warning", f"{error}; until then the engine runs without KV events")]
+    sockets.close(0.0)
+    return [Finding("ok", f"KV events can be published at {sockets.endpoint}")]
 
 
 def _report(file: str, lines: Sequence[_Line], as_json: bool, strict: bool) -> bool:

@@ -15,6 +15,7 @@ from kvtiers._failures import error_message
 from kvtiers._process import die_with_parent
 from kvtiers.api import (
     ChunkStore,
+    Compression,
     ConfigError,
     Finding,
     KvtiersError,
@@ -27,6 +28,8 @@ from kvtiers.api.config import load_resolved
 from kvtiers.cli.check.abilities import probe_abilities
 from kvtiers.cli.check.round_trip import OWN_FAULT, REACH, Bench, ProbeError, probe_manager, probe_store
 from kvtiers.cli.open_tier import open_tier
+from kvtiers.host.compressed_store import compressed_store
+from kvtiers.host.quotas import TenantQuotas
 from kvtiers.plugins import load_tier
 
 __all__ = ["main"]
@@ -79,7 +82,9 @@ class _TrialRun:
         if isinstance(tier, SecondaryTierManager):
             self._attempt(lambda: self._take(probe_manager(tier, bench)))
         else:
-            self._try_store(tier, bench)
+            self._try_store(tier, bench, config.compression)
+            if problem := TenantQuotas.problem(tier, config.quotas):
+                self._say(Finding("error", problem, "use a store that can list, or no quotas"))
         if isinstance(tier, SupportsDiagnosis):
             bench.stage = "diagnosing its backend"
             self._attempt(lambda: self._take(_diagnosis(tier, bench.value_bytes)))
@@ -90,7 +95,9 @@ class _TrialRun:
     def _config(self) -> TierConfig:
         return load_resolved(load_tier(self._task["type"]).config, self._task["options"])
 
-    def _try_store(self, store: ChunkStore, bench: Bench) -> None:
+    def _try_store(self, store: ChunkStore, bench: Bench, compression: Compression) -> None:
+        if self._attempt(lambda: compressed_store(store, compression)) is None:
+            return  # no engine could use it, which has been said
         if self._attempt(lambda: self._take(probe_store(store, bench))):
             for probe in probe_abilities(store, bench):
                 self._attempt(lambda probe=probe: self._take(probe()))  # type: ignore[misc]

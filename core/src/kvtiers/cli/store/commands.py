@@ -1,81 +1,23 @@
 """``kvtiers store``: list, verify and delete the values in a tier's store."""
 
-import functools
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
 
-from kvtiers.api.units import format_size, parse_duration, parse_size
-from kvtiers.cli.output import print_table, value_bytes_option, with_unit
+from kvtiers.api.units import format_size, parse_size
+from kvtiers.cli.output import print_table, with_unit
 from kvtiers.cli.store.inventory import Selection, StoredValue, Totals, modified
+from kvtiers.cli.store.proof import Proof
+from kvtiers.cli.store.rekey import rekey
 from kvtiers.cli.store.report import count, inventory_json, print_inventory, print_value, sum_of, value_json
 from kvtiers.cli.store.retire import bump
+from kvtiers.cli.store.selecting import exit_status, selecting
 from kvtiers.cli.store.session import StoreSession, open_session
 from kvtiers.cli.store.verify import Verdict
 
 __all__ = ["store"]
-
-_EXIT = """
-Exit status: 0 all is well, 1 {one}, 2 the config or the command line is wrong, 130 stopped by Ctrl-C (what was done
-until then is reported)."""
-
-
-def _fingerprint(_ctx: click.Context, _parameter: click.Parameter, value: str) -> str:
-    if value and not re.fullmatch(r"[0-9a-f]{4,24}", value.lower()):
-        raise click.BadParameter(f"expected 4 to 24 hex digits, got {value!r}")
-    return value.lower()
-
-
-def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the tier, the config, and the options that say which values are meant, as a ``Selection``."""
-
-    @functools.wraps(command)
-    def run(
-        *args: Any,
-        prefix: str,
-        namespace: str,
-        model: str,
-        older_than: float | None,
-        larger_than: int | None,
-        fingerprint: str,
-        **options: Any,
-    ) -> Any:
-        selection = Selection(prefix, namespace, model, older_than, larger_than, fingerprint)
-        return command(*args, selection=selection, **options)
-
-    options = [
-        click.argument("tier"),
-        click.option("--config", "file", metavar="FILE", required=True, type=click.Path(), help="The tiers, as YAML."),
-        click.option("--namespace", metavar="NAME", default="", help="Only values of this namespace."),
-        click.option(
-            "--model", metavar="NAME", default="", help="Only values of this model: its name, or as 'du' shows it."
-        ),
-        click.option(
-            "--fingerprint",
-            metavar="HEX",
-            default="",
-            callback=_fingerprint,
-            help="Only values whose fingerprint begins so, as 'du', 'kvtiers status' and an engine's start show it.",
-        ),
-        click.option("--prefix", metavar="TEXT", default="", help="Only values whose names begin so."),
-        click.option(
-            "--older-than",
-            metavar="DURATION",
-            callback=with_unit(parse_duration),
-            help="Only values not written (or used, where the tier records it) for this long: 12h, 30d.",
-        ),
-        click.option(
-            "--larger-than", metavar="SIZE", callback=with_unit(parse_size), help="Only values larger than this."
-        ),
-        value_bytes_option("Size of the memory for one value that the tier is opened with; grows where it has to."),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-    ]
-    for option in reversed(options):
-        run = option(run)
-    return click.pass_context(run)
 
 
 @click.group(
@@ -85,21 +27,24 @@ Examples:
   kvtiers store ls disk --config tiers.yaml --model llama --limit 20
   kvtiers store verify disk --config tiers.yaml                    read everything, check every seal
   kvtiers store prune disk --config tiers.yaml --older-than 30d --dry-run
+  kvtiers store prune disk --config tiers.yaml --tenant blue --verify
   kvtiers store bump --config tiers.yaml                           other weights, same name: nothing old is found
+  kvtiers store rekey disk --config tiers.yaml                     from the previous key to the current one
 
 TIER is a tier's name in the config. Its store must be able to list its values. Every command may run while engines use
 the store: deleted values are misses for them."""
 )
 def store() -> None:
-    """List, count, check, delete and retire the values in a tier's store."""
+    """List, count, check, delete, retire and rekey the values in a tier's store."""
 
 
 store.add_command(bump)
+store.add_command(rekey)
 
 
-@store.command(epilog=_EXIT.format(one="the store failed on the way"))
+@store.command(epilog=exit_status(one="the store failed on the way"))
 @click.option("--limit", metavar="N", type=click.IntRange(min=1), help="At most so many.")
-@_selecting
+@selecting
 def ls(
     ctx: click.Context, tier: str, file: str, selection: Selection, limit: int | None, value_bytes: int, as_json: bool
 ) -> None:
@@ -122,25 +67,34 @@ def ls(
         session.finish(ctx)
 
 
-@store.command(epilog=_EXIT.format(one="the store failed on the way"))
-@_selecting
-def du(ctx: click.Context, tier: str, file: str, selection: Selection, value_bytes: int, as_json: bool) -> None:
-    """Count the values in TIER and their bytes, by namespace, model, fingerprint and age."""
+@store.command(epilog=exit_status(one="the store failed on the way"))
+@click.option(
+    "--by",
+    type=click.Choice(["model", "tenant"]),
+    default="model",
+    show_default=True,
+    help="A line for each model and fingerprint, or for each tenant.",
+)
+@selecting
+def du(
+    ctx: click.Context, tier: str, file: str, selection: Selection, by: str, value_bytes: int, as_json: bool
+) -> None:
+    """Count the values in TIER and their bytes, by namespace, model, fingerprint and age, or by tenant and age."""
     with open_session(file, tier, value_bytes, writes=False) as session:
         inventory = count(session.values(selection), selection.now)
-        inventory.releases = session.releases(inventory.by_origin)
+        inventory.records = session.records(inventory.by_origin)
         if as_json:
             click.echo(
                 json.dumps({"tier": tier, **inventory_json(inventory), "complete": not session.is_over}, indent=2)
             )
         else:
-            print_inventory(inventory)
+            print_inventory(inventory, by_tenant=by == "tenant")
         session.finish(ctx)
 
 
-@store.command(epilog=_EXIT.format(one="a value is damaged or cannot be read"))
+@store.command(epilog=exit_status(one="a value is damaged or cannot be read"))
 @click.option("--delete-damaged", is_flag=True, help="Delete the values that are damaged.")
-@_selecting
+@selecting
 def verify(
     ctx: click.Context,
     tier: str,
@@ -152,7 +106,9 @@ def verify(
 ) -> None:
     """Read the values in TIER and check the seal of each.
 
-    ok: the bytes that were stored under this name. foreign: of another format, or another layout than its name says.
+    ok: the bytes that were stored under this name. foreign: of another format, or another layout than its name says;
+    where the config has 'encryption', also what is not encrypted. locked: encrypted with a key that it does not have.
+    older: of a format of an older release, which 'kvtiers store prune --older-format' deletes.
     damaged: other bytes. gone: evicted or deleted before it was read. unreadable: the store failed.
     """
     with open_session(file, tier, value_bytes, writes=delete_damaged) as session:
@@ -187,10 +143,12 @@ def verify(
 Examples:
   kvtiers store prune disk --config tiers.yaml --model llama-2-7b               a model that is not served any more
   kvtiers store prune disk --config tiers.yaml --namespace test --to-size 10GiB  the oldest, until 10 GiB are left
-  kvtiers store prune disk --config tiers.yaml --other-formats                   of other versions (reads everything)
+  kvtiers store prune disk --config tiers.yaml --older-format                    of older releases (reads everything)
+  kvtiers store prune disk --config tiers.yaml --other-formats                   the same, and of newer ones
+  kvtiers store prune disk --config tiers.yaml --tenant blue --verify            all of a tenant's, with proof
 
 """
-    + _EXIT.format(one="the store failed on the way")
+    + exit_status(one="the store failed on the way, or --verify found what should be gone")
 )
 @click.option(
     "--to-size",
@@ -201,8 +159,12 @@ Examples:
 @click.option(
     "--other-formats", is_flag=True, help="Only values of another format of names or seals; reads each value."
 )
+@click.option(
+    "--older-format", is_flag=True, help="Only values that an older release sealed in its format; reads each value."
+)
 @click.option("--dry-run", is_flag=True, help="Print what would go, and delete nothing.")
-@_selecting
+@click.option("--verify", is_flag=True, help="Read each deleted value again, and list again: none may be there.")
+@selecting
 def prune(
     ctx: click.Context,
     tier: str,
@@ -210,35 +172,50 @@ def prune(
     selection: Selection,
     to_size: int | None,
     other_formats: bool,
+    older_format: bool,
     dry_run: bool,
+    verify: bool,
     value_bytes: int,
     as_json: bool,
 ) -> None:
     """Delete the values in TIER that match all of the given options; at least one is required."""
-    if selection.is_all and to_size is None and not other_formats:
+    if verify and (dry_run or to_size is not None or other_formats or older_format):
+        raise click.UsageError("--verify is for values that all go: leave out --dry-run, --to-size and formats")
+    if selection.is_all and to_size is None and not (other_formats or older_format):
         raise click.UsageError(
-            "say which values: --older-than, --larger-than, --to-size, --model, --fingerprint, --namespace, --prefix, "
-            "--other-formats"
+            "say which values: --older-than, --larger-than, --to-size, --model, --fingerprint, --tenant, --namespace, "
+            "--prefix, --other-formats, --older-format"
         )
     with open_session(file, tier, value_bytes, writes=not dry_run) as session:
-        chosen = _chosen(session, selection, to_size, other_formats=other_formats)
+        verdicts = {Verdict.FOREIGN, Verdict.OLDER} if other_formats else None
+        if older_format:  # each option narrows the selection
+            verdicts = {Verdict.OLDER}
+        chosen = _chosen(session, selection, to_size, verdicts)
         gone = _shown(chosen, selection.now, show=not as_json) if dry_run else session.delete(chosen)
-        inventory = count(gone, selection.now)
+        proof = Proof(session) if verify else None
+        inventory = count(gone if proof is None else proof.read_again(gone), selection.now)
+        if proof is not None:
+            proof.list_again(selection)
         if as_json:
             report = {"tier": tier, "dry_run": dry_run, **inventory_json(inventory)}
+            if proof is not None:
+                report["proof"] = proof.as_json()
             click.echo(json.dumps({**report, "complete": not session.is_over}, indent=2))
         else:
             print_inventory(inventory)
             click.echo(f"{'would be deleted' if dry_run else 'deleted'}: {sum_of(inventory.total)}")
-        session.finish(ctx)
+            if proof is not None:
+                click.echo(proof.in_words())
+        session.finish(ctx, 0 if proof is None or proof.holds else 1)
 
 
 def _chosen(
-    session: StoreSession, selection: Selection, to_size: int | None, *, other_formats: bool
+    session: StoreSession, selection: Selection, to_size: int | None, verdicts: set[Verdict] | None
 ) -> Iterator[StoredValue]:
+    """Yield the selected values, of these verdicts alone; None: whatever they are, without reading them."""
     values: Iterable[StoredValue] = session.values(selection)
-    if other_formats:
-        values = (value for value, verdict in session.check(values) if verdict is Verdict.FOREIGN)
+    if verdicts is not None:
+        values = (value for value, verdict in session.check(values) if verdict in verdicts)
     if to_size is None:
         yield from values
         return

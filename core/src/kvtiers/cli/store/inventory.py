@@ -1,9 +1,10 @@
 """The inventory of a store: values selected, parsed and counted."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import (
@@ -14,6 +15,7 @@ from kvtiers.api import (
     SupportsListing,
     TierConfig,
     TierUnavailable,
+    group_of,
 )
 from kvtiers.cli.open_tier import anonymous_region, open_tier
 from kvtiers.config import OffloadConfig
@@ -102,17 +104,20 @@ class Selection:
     older_than: float | None = None
     larger_than: int | None = None
     fingerprint: str = ""
+    tenant: str = ""
     now: float = field(default_factory=time.time)
 
     @property
     def is_all(self) -> bool:
         """Return whether no criterion is given, so that every value is selected."""
         ages_and_sizes = self.older_than is None and self.larger_than is None
-        return ages_and_sizes and not (self.prefix or self.namespace or self.model or self.fingerprint)
+        return ages_and_sizes and not (self.prefix or self.namespace or self.model or self.fingerprint or self.tenant)
 
     def of(self, store: SupportsListing, tier: str) -> Iterator[StoredValue]:
         """Yield the selected values in the store."""
         prefix = self.prefix or (f"{self.namespace}/" if self.namespace else "")
+        if self.tenant and not self.prefix and self.namespace:
+            prefix += f"t-{self.tenant}/"
         entries = iter(store.list(prefix))
         while True:
             with plugin_boundary() as listing:
@@ -130,6 +135,8 @@ class Selection:
     def _fits(self, value: StoredValue, tier: str) -> bool:
         entry, parsed = value
         if self.namespace and entry.name.partition("/")[0] != self.namespace:
+            return False
+        if self.tenant and not (parsed and parsed.tenant == self.tenant):
             return False
         if self.model and not (parsed and self._is_model(parsed)):
             return False
@@ -173,21 +180,39 @@ class Totals:
 
 
 class Inventory:
-    """Counts of values: in all, by origin, by age."""
+    """Counts of values: in all, by origin, by namespace and tenant, by age."""
 
     def __init__(self, now: float) -> None:
         self.now = now
         self.total = Totals()
         self.by_origin: dict[Origin, Totals] = {}
+        self.by_tenant: dict[tuple[str, str], Totals] = {}
         self.by_age: dict[str, Totals] = {}
-        self.releases: dict[Origin, str] = {}
-        """Of which release of which engine values are, where the store has a record of it."""
+        self.by_group: dict[Origin, Counter[int]] = {}
+        self.records: dict[Origin, dict[str, Any]] = {}
+        """What the store has recorded of the values' fingerprints."""
 
     def add(self, value: StoredValue) -> None:
         """Count one value."""
         self.total.add(value.entry)
         self.by_origin.setdefault(value.origin, Totals()).add(value.entry)
+        whose = (value.origin.namespace, value.parsed.tenant if value.parsed else "")
+        self.by_tenant.setdefault(whose, Totals()).add(value.entry)
         self.by_age.setdefault(self._age(value.entry), Totals()).add(value.entry)
+        if value.parsed is not None and not value.parsed.key_id:  # where its group is hidden
+            self.by_group.setdefault(value.origin, Counter())[group_of(value.parsed.key)] += 1
+
+    def release(self, origin: Origin) -> str:
+        """Return of which release of which engine the values are; "" where the store has no record of it."""
+        return str(self.records.get(origin, {}).get("release", ""))
+
+    def uncompressed(self, origin: Origin) -> int | None:
+        """Return how long the values of an origin are without compression; None where no record says it."""
+        groups, counts = self.records.get(origin, {}).get("groups"), self.by_group.get(origin, Counter())
+        try:
+            return sum(count * int(groups[group]["value_bytes"]) for group, count in counts.items()) if groups else None
+        except (LookupError, TypeError, ValueError):  # a record is for people only, and any bytes may stand there
+            return None
 
     def _age(self, entry: StoreEntry) -> str:
         if entry.modified is None:

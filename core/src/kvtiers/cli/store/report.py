@@ -7,7 +7,7 @@ import click
 
 from kvtiers.api.units import format_size
 from kvtiers.cli.output import print_table
-from kvtiers.cli.store.inventory import Inventory, StoredValue, Totals
+from kvtiers.cli.store.inventory import Inventory, Origin, StoredValue, Totals
 
 __all__ = ["count", "inventory_json", "print_inventory", "print_value", "sum_of", "value_json"]
 
@@ -44,40 +44,48 @@ def sum_of(totals: Totals) -> str:
     return f"{totals.values} {'value' if totals.values == 1 else 'values'}, {format_size(totals.nbytes)}"
 
 
-def print_inventory(inventory: Inventory) -> None:
-    """Print a table by origin, and one by age."""
-    now = inventory.now
-    rows = [
-        [
-            origin.namespace or "-",
-            origin.model or "-",
-            inventory.releases.get(origin) or "-",
-            origin.fingerprint or "-",
-            str(totals.values),
-            format_size(totals.nbytes),
-            _age(totals.oldest, now),
-            _age(totals.newest, now),
+def print_inventory(inventory: Inventory, *, by_tenant: bool = False) -> None:
+    """Print a table by origin, or by tenant, and one by age."""
+    if by_tenant:
+        columns = ["namespace", "tenant"]
+        parts = [([space or "-", who or "-"], sums) for (space, who), sums in sorted(inventory.by_tenant.items())]
+    else:
+        columns = ["namespace", "model", "release", "fingerprint"]
+        parts = [
+            (
+                [
+                    origin.namespace or "-",
+                    origin.model or "-",
+                    inventory.release(origin) or "-",
+                    origin.fingerprint or "-",
+                ],
+                totals,
+            )
+            for origin, totals in inventory.origins()
         ]
-        for origin, totals in inventory.origins()
-    ]
-    if len(rows) > 1:
-        total = inventory.total
-        rows.append(
-            [
-                "total",
-                "",
-                "",
-                "",
-                str(total.values),
-                format_size(total.nbytes),
-                _age(total.oldest, now),
-                _age(total.newest, now),
-            ]
-        )
-    print_table(["namespace", "model", "release", "fingerprint", "values", "bytes", "oldest", "newest"], rows)
+    if len(parts) > 1:
+        parts.append((["total", *[""] * (len(columns) - 1)], inventory.total))
+    rows = [[*names, *_counted(totals, inventory.now)] for names, totals in parts]
+    print_table([*columns, "values", "bytes", "oldest", "newest"], rows)
+    for origin, totals in () if by_tenant else inventory.origins():
+        length = inventory.uncompressed(origin)
+        if length is not None and length > totals.nbytes:
+            model = f"{origin.namespace}/{origin.model}-{origin.fingerprint}"
+            ratio = length / totals.nbytes
+            click.echo(
+                f"{model}: compressed from {format_size(length)} to {format_size(totals.nbytes)}, by {ratio:.2f}"
+            )
     if inventory.total.values:
         ages = [[label, str(totals.values), format_size(totals.nbytes)] for label, totals in inventory.ages()]
         print_table(["age", "values", "bytes"], ages)
+
+
+def _counted(totals: Totals, now: float) -> list[str]:
+    return [str(totals.values), format_size(totals.nbytes), _age(totals.oldest, now), _age(totals.newest, now)]
+
+
+def _recorded_json(inventory: Inventory, origin: Origin) -> dict[str, Any]:
+    return {"release": inventory.release(origin), "uncompressed_bytes": inventory.uncompressed(origin)}
 
 
 def inventory_json(inventory: Inventory) -> dict[str, Any]:
@@ -89,8 +97,13 @@ def inventory_json(inventory: Inventory) -> dict[str, Any]:
     return {
         "total": totals_json(inventory.total),
         "models": [
-            {**origin._asdict(), "release": inventory.releases.get(origin, ""), **totals_json(totals)}
+            {**origin._asdict(), **_recorded_json(inventory, origin), **totals_json(totals)}
             for origin, totals in inventory.origins()
+        ],
+        "tenants": [
+            {"namespace": space, "tenant": who, **totals_json(totals)}
+            for (space, who), totals in sorted(inventory.by_tenant.items())
+            if who
         ],
         "ages": {label: {"values": totals.values, "bytes": totals.nbytes} for label, totals in inventory.ages()},
     }

@@ -5,9 +5,11 @@ always prints its report; ``finish`` then says why the report is not complete.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from itertools import islice
 from threading import Event
+from typing import Any
 
 import click
 
@@ -17,9 +19,10 @@ from kvtiers.api.units import format_size
 from kvtiers.cli.main import LateExitError
 from kvtiers.cli.progress import Report, show_progress, stop_on_interrupt
 from kvtiers.cli.store.inventory import Origin, Selection, StoredValue, Totals, find_tier, open_listable, unavailable
-from kvtiers.cli.store.verify import SealCheck, Verdict
+from kvtiers.cli.store.verify import Judge, LiveKeys, SealCheck, Verdict, check_stored
 from kvtiers.config import load_config
-from kvtiers.layout.fingerprint_record import read_layout
+from kvtiers.encryption.config import EncryptionConfig, encryption_of
+from kvtiers.layout.fingerprint_record import change_key, read_layout
 
 __all__ = ["StoreSession", "open_session"]
 
@@ -31,8 +34,19 @@ _FAILED, _INTERRUPTED = 1, 130
 class StoreSession:
     """An open store of one tier, for the commands."""
 
-    def __init__(self, tier: TierConfig, namespace: str, value_bytes: int, stop: Event, report: Report) -> None:
+    def __init__(
+        self,
+        tier: TierConfig,
+        namespace: str,
+        value_bytes: int,
+        stop: Event,
+        report: Report,
+        encryption: EncryptionConfig | None,
+    ) -> None:
         self.name = tier.tier_name
+        self.encryption = encryption_of(tier, encryption)
+        """Where the keys of this tier's values come from; None if it is not encrypted."""
+        self.keys = LiveKeys(self.encryption)
         self.failure = ""
         self._tier = tier
         self._namespace = namespace
@@ -53,6 +67,11 @@ class StoreSession:
             store.close()
 
     @property
+    def threads(self) -> int:
+        """Return how many threads may use the store."""
+        return self._tier.threads
+
+    @property
     def is_over(self) -> bool:
         """Return whether the run was stopped, or has failed."""
         return self._stop.is_set() or bool(self.failure)
@@ -68,27 +87,43 @@ class StoreSession:
                 self._report(lambda: f"{seen.values} values of {format_size(seen.nbytes)} found")
                 yield value
 
-    def releases(self, origins: Iterable[Origin]) -> dict[Origin, str]:
-        """Return of which release of which engine values are, where the store has a record of that."""
-        found: dict[Origin, str] = {}
+    def records(self, origins: Iterable[Origin]) -> dict[Origin, dict[str, Any]]:
+        """Return what the store has recorded of the fingerprints of these values: release, groups, and the rest."""
+        found: dict[Origin, dict[str, Any]] = {}
         for origin in origins:
             with contextlib.suppress(Exception):  # a store is plugin code; the counts are the answer
                 if origin.fingerprint and not self.is_over:
-                    record = read_layout(self._store, origin.namespace, origin.model, origin.fingerprint)
-                    found[origin] = str(record.get("release", ""))
+                    found[origin] = read_layout(self._store, origin.namespace, origin.model, origin.fingerprint)
         return found
 
-    def check(self, values: Iterable[StoredValue]) -> Iterator[tuple[StoredValue, Verdict]]:
-        """Read the values and yield each with its verdict."""
+    def change_records(self, origins: Iterable[Origin]) -> None:
+        """Have the records of these values, which were carried over, state the current key."""
+        for namespace, model, fingerprint in origins:
+            ring = self.keys.of_scope(namespace)
+            if ring is None or ring.previous is None:
+                continue
+            for which in (fingerprint, ""):
+                with contextlib.suppress(Exception):  # it is for people only
+                    change_key(self._store, namespace, model, which, ring.previous.id, ring.current.id)
+
+    def check(
+        self, values: Iterable[StoredValue], judge: Judge | None = None, done: str = "read"
+    ) -> Iterator[tuple[StoredValue, Verdict]]:
+        """Read the values and yield each with its verdict. ``judge``: another than the check of its seal."""
+        self.keys.of_scope(self._namespace)  # if there are none, that is the problem, and no value's
         read, bad = Totals(), 0
-        checks = SealCheck(self._store_for, self._tier.threads)
+        checks = SealCheck(self._store_for, self._tier.threads, judge or self._check_seal)
         for value, verdict in checks.run(values, self._stop):
             read.add(value.entry)
             bad += verdict in {Verdict.DAMAGED, Verdict.UNREADABLE}
-            self._report(lambda: f"{read.values} values of {format_size(read.nbytes)} read, {bad} damaged")  # noqa: B023 -- asked at once, if at all
+            self._report(lambda: f"{read.values} values of {format_size(read.nbytes)} {done}, {bad} damaged")  # noqa: B023 -- asked at once, if at all
             yield value, verdict
         if checks.error:
             click.echo(f"warning: {checks.error}", err=True)
+
+    def _check_seal(self, _store: ChunkStore, read: memoryview, value: StoredValue) -> Verdict:
+        assert value.parsed is not None, "it has a name of ours"
+        return check_stored(read, value.entry.name, value.parsed, self.keys)
 
     def _store_for(self, nbytes: int) -> tuple[ChunkStore, memoryview]:
         if nbytes * self._tier.threads > len(self._region):
@@ -112,6 +147,21 @@ class StoreSession:
                 deleted.add(value.entry)
                 yield value
             self._report(lambda: f"{deleted.values} values of {format_size(deleted.nbytes)} deleted")
+
+    def still_there(self, values: Sequence[StoredValue], pool: Executor) -> Iterator[bool]:
+        """Yield for each value whether the store says that it has it, or gives it. Raises what the store raises."""
+        threads = self._tier.threads
+        store, region = self._store_for(max(value.entry.nbytes for value in values))
+        row_bytes = len(region) // threads
+        rows = [region[row * row_bytes : (row + 1) * row_bytes] for row in range(threads)]
+
+        def is_there(value: StoredValue, row: memoryview) -> bool:
+            with row[: value.entry.nbytes] as read:
+                return any(store.exists([value.entry.name])) or store.read_into(value.entry.name, read)
+
+        for start in range(0, len(values), threads):
+            part = values[start : start + threads]
+            yield from pool.map(is_there, part, rows[: len(part)])
 
     def finish(self, ctx: click.Context, status: int = 0) -> None:
         """Exit with this status, or with the one of an incomplete run."""
@@ -145,7 +195,7 @@ def open_session(file: str, tier_name: str, value_bytes: int, *, writes: bool) -
         tier = tier.model_copy(update={"read_only": True})
     try:
         with stop_on_interrupt() as stop, show_progress() as report:
-            session = StoreSession(tier, config.namespace, value_bytes, stop, report)
+            session = StoreSession(tier, config.namespace, value_bytes, stop, report, config.encryption)
             with contextlib.closing(session):
                 yield session
     except KeyboardInterrupt:

@@ -1,22 +1,34 @@
-"""The seal check of a store: reads every value and checks its seal, several at a time."""
+"""The seal check of a store: reads every value and checks its seal, several at a time.
+
+Encrypted values are checked with the live keys of the config, in the scope of their own names.
+"""
 
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
-from threading import Event
+from functools import cache
+from threading import Event, Lock
+from typing import TypeAlias
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore
 from kvtiers.cli.store.inventory import StoredValue
+from kvtiers.encryption.config import EncryptionConfig
+from kvtiers.encryption.key_source import open_keys
+from kvtiers.encryption.keys import KeyRing
+from kvtiers.encryption.seal import decrypt_value, read_encrypted_seal
 from kvtiers.layout.cache_layout import SEAL_BYTES
-from kvtiers.layout.seal import SealVerdict, check_value, read_seal
+from kvtiers.layout.compressed_value import ValueCompressor, compressed_length, is_compressed
+from kvtiers.layout.seal import SEAL_FORMAT, SealVerdict, check_value, read_seal, seal_format
 from kvtiers.layout.storage_name import ParsedName
 
-__all__ = ["SealCheck", "Verdict", "check_seal"]
+__all__ = ["Judge", "LiveKeys", "SealCheck", "Verdict", "check_seal", "check_stored"]
 
-_LAYOUT_ID_HEX = 16
+_LONGEST = 1 << 30  # that a compressed value may say it is: memory of that length is taken for it
+Judge: TypeAlias = Callable[[ChunkStore, memoryview, StoredValue], "Verdict"]
+"""Judges a value that a store has just read, in memory that it may change."""
 
 
 class Verdict(Enum):
@@ -25,6 +37,10 @@ class Verdict(Enum):
     OK = "ok"
     FOREIGN = "foreign"
     """Of another format of names or seals, or of another layout than its name says: not judged."""
+    LOCKED = "locked"
+    """Encrypted with a key that the config does not have: not judged."""
+    OLDER = "older"
+    """Sealed by an older release, in a format that this one does not read: not judged."""
     DAMAGED = "damaged"
     """Not the bytes that were stored under this name."""
     GONE = "gone"
@@ -40,22 +56,85 @@ _VERDICTS = {
 }
 
 
-def check_seal(value: memoryview, name: str, parsed: ParsedName) -> Verdict:
-    """Return whether these bytes are the value stored under this name."""
-    layout_id = bytes.fromhex(parsed.fingerprint[:_LAYOUT_ID_HEX])
+class LiveKeys:
+    """The live keys by namespace, derived when they are first wanted; for many threads. None: nothing is encrypted."""
+
+    def __init__(self, encryption: EncryptionConfig | None) -> None:
+        self._encryption = encryption
+        self._rings: dict[str, KeyRing] = {}
+        self._lock = Lock()
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the config has keys."""
+        return self._encryption is not None
+
+    def of(self, parsed: ParsedName) -> KeyRing | None:
+        """Return the live keys of a value's namespace. ConfigError if they cannot be had."""
+        return self.of_scope(parsed.namespace)
+
+    def of_scope(self, namespace: str) -> KeyRing | None:
+        """Return the live keys of a namespace. ConfigError if they cannot be had."""
+        if self._encryption is None:
+            return None
+        with self._lock:
+            if namespace not in self._rings:
+                self._rings[namespace] = open_keys(self._encryption, namespace)
+            return self._rings[namespace]
+
+
+_compressor = cache(ValueCompressor)  # not before a compressed value comes: its libraries may not be there
+
+
+def check_stored(stored: memoryview, name: str, parsed: ParsedName, keys: LiveKeys) -> Verdict:
+    """Return whether these bytes, compressed or not, are the value stored under this name.
+
+    ConfigError if that takes a library which is not installed.
+    """
+    if parsed.key_id or not is_compressed(stored):  # what is encrypted is never compressed
+        return check_seal(stored, name, parsed, keys)
+    length = compressed_length(stored)
+    if length is None:
+        return Verdict.FOREIGN
+    if not SEAL_BYTES <= length <= _LONGEST:
+        return Verdict.DAMAGED
+    value = memoryview(bytearray(length))
+    verdict = _compressor().decompress(stored, value)
+    return check_seal(value, name, parsed, keys) if verdict is SealVerdict.OK else _VERDICTS[verdict]
+
+
+def check_seal(value: memoryview, name: str, parsed: ParsedName, keys: LiveKeys) -> Verdict:
+    """Return whether these bytes are the value stored under this name; an encrypted one is decrypted in its place."""
+    if parsed.key_id:
+        return _check_encrypted(value, name, parsed, keys)
+    if keys.is_on:
+        return Verdict.FOREIGN
     # Where there is no seal of this format, any payload will do to get the reason.
     payload, _ = read_seal(value) or (0, b"")
-    return _VERDICTS[check_value(value, payload, name, layout_id)]
+    verdict = _VERDICTS[check_value(value, payload, name, parsed.layout_id)]
+    number = seal_format(value) if verdict is Verdict.FOREIGN else None
+    return Verdict.OLDER if number is not None and number < SEAL_FORMAT else verdict
+
+
+def _check_encrypted(value: memoryview, name: str, parsed: ParsedName, keys: LiveKeys) -> Verdict:
+    ring = keys.of(parsed)
+    key = ring.find(parsed.key_id) if ring is not None else None
+    if key is None:
+        return Verdict.LOCKED
+    seal = read_encrypted_seal(value)
+    payload = seal.payload_bytes if seal is not None else 0
+    return _VERDICTS[decrypt_value(value, payload, name, parsed.layout_id, key)]
 
 
 class SealCheck:
     """Reads values with ``threads`` threads, each into a row of its own.
 
     ``open_store(nbytes)`` returns a store and a region of ``threads`` rows of at least that length. It is called again
-    when a larger value comes; the caller closes what it opened.
+    when a larger value comes; the caller closes what it opened. ``judge``: what is made of a value that was read.
     """
 
-    def __init__(self, open_store: Callable[[int], tuple[ChunkStore, memoryview]], threads: int) -> None:
+    def __init__(self, open_store: Callable[[int], tuple[ChunkStore, memoryview]], threads: int, judge: Judge) -> None:
+        self._judge = judge
         self._open_store = open_store
         self._threads = threads
         self._row_bytes = 0
@@ -98,8 +177,7 @@ class SealCheck:
         self.error = self.error or f"{value.entry.name}: {reading.error}"
         return value, Verdict.UNREADABLE
 
-    @staticmethod
-    def _check(store: ChunkStore, rows: "queue.SimpleQueue[memoryview]", value: StoredValue) -> Verdict:
+    def _check(self, store: ChunkStore, rows: "queue.SimpleQueue[memoryview]", value: StoredValue) -> Verdict:
         entry, parsed = value
         if parsed is None:
             return Verdict.FOREIGN
@@ -110,6 +188,6 @@ class SealCheck:
             with row[: entry.nbytes] as read:
                 if not store.read_into(entry.name, read):
                     return Verdict.GONE
-                return check_seal(read, entry.name, parsed)
+                return self._judge(store, read, value)
         finally:
             rows.put(row)

@@ -9,14 +9,16 @@
         def open_store(self, tmp_path):
             return partial(MyStore, tmp_path / "values")
 
-The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsListing``,
-``SupportsDiagnosis`` and ``SupportsStats`` are there if ``store_class`` has the ability. ``persistent = False`` (values
-end with the store) replaces the tests of reopening and of a killed writer by one that the store starts empty. A fixture
-``break_backend`` that returns a function ``break_backend(store)``, a context manager within which the backend fails (a
-server that is stopped, a folder that is away), brings the test that no error is swallowed.
+The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsAnyLength``,
+``SupportsListing``, ``SupportsDiagnosis`` and ``SupportsStats`` are there if ``store_class`` has the ability.
+``persistent = False`` (values end with the store) replaces the tests of reopening and of a killed writer by one that
+the store starts empty. A fixture ``break_backend`` that returns a function ``break_backend(store)``, a context manager
+within which the backend fails (a server that is stopped, a folder that is away), brings the test that no error is
+swallowed.
 """
 
 from kvtiers.testing.chunk_store.abilities import (
+    AnyLengthTests,
     BatchTests,
     DiagnosisTests,
     ListingTests,
@@ -43,6 +45,7 @@ class ChunkStoreTests(
     PiecesTests,
     PartsTests,
     ScatterTests,
+    AnyLengthTests,
     ListingTests,
     DiagnosisTests,
     StatsTests,

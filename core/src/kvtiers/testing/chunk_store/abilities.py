@@ -1,4 +1,4 @@
-"""Tests of a store's optional abilities: batches, pieces, parts, scattered reads, listing, diagnosis, figures."""
+"""Tests of a store's optional abilities: batches, pieces, parts, scattered reads, any lengths, listing, figures ..."""
 
 import math
 import re
@@ -10,6 +10,7 @@ from typing import Any
 from kvtiers.api import (
     Finding,
     StoreEntry,
+    SupportsAnyLength,
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
@@ -20,10 +21,19 @@ from kvtiers.api import (
 )
 from kvtiers.testing.applies import supports
 from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, write
-from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern, same_bytes
+from kvtiers.testing.guarded import PAGE, GuardedMemory, Row, pattern, same_bytes
 from kvtiers.testing.running import frequent_switches, run_together
 
-__all__ = ["BatchTests", "DiagnosisTests", "ListingTests", "PartsTests", "PiecesTests", "ScatterTests", "StatsTests"]
+__all__ = [
+    "AnyLengthTests",
+    "BatchTests",
+    "DiagnosisTests",
+    "ListingTests",
+    "PartsTests",
+    "PiecesTests",
+    "ScatterTests",
+    "StatsTests",
+]
 
 
 _CUTS = ([3 * PAGE], [2 * PAGE, PAGE], [PAGE - 64, 64], [1, 2 * PAGE - 8, 7], [PAGE // 16] * 64)
@@ -180,6 +190,54 @@ class ScatterTests(StoreTestBase):
             rows = [memory.row(PAGE) for _ in range(2)]
             store.read_parts_into(name, [row.destination() for row in rows])
             assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.read_parts_into kept a part"
+
+
+class AnyLengthTests(StoreTestBase):
+    """``read_any_into``. ``store: Any``: it has the methods of a store and the ability's."""
+
+    @supports(SupportsAnyLength)
+    def test_a_value_is_read_without_being_given_its_length(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        sizes = (PAGE, 3 * PAGE, 33 * PAGE, LARGE)
+        wanted = names(len(sizes))
+        for seed, (name, nbytes) in enumerate(zip(wanted, sizes, strict=True)):
+            write(memory, store, name, pattern(seed, nbytes))
+        for room in (LARGE, 2 * LARGE):
+            rows = [memory.row(room) for _ in sizes]
+            assert self._read(store, wanted, rows) == list(sizes)
+            for seed, (row, nbytes) in enumerate(zip(rows, sizes, strict=True)):
+                same_bytes(row.content()[:nbytes], pattern(seed, nbytes), "a value that is shorter than its dst")
+                assert row.is_guarded(), "read_any_into wrote past its destination: that is other memory"
+
+    @supports(SupportsAnyLength)
+    def test_what_is_absent_or_longer_than_its_dst_has_no_length(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        one, absent, other = names(3)
+        write(memory, store, one, pattern(1, 3 * PAGE))
+        write(memory, store, other, pattern(2, PAGE))
+        rows = [memory.row(2 * PAGE) for _ in range(4)]
+        assert self._read(store, [one, absent, other, absent], rows) == [0, 0, PAGE, 0]
+        same_bytes(rows[2].content()[:PAGE], pattern(2, PAGE), "a value beside one that is too long")
+        assert all(row.is_guarded() for row in rows), "read_any_into wrote past its destination: that is other memory"
+
+    @supports(SupportsAnyLength)
+    def test_no_buffer_of_a_read_of_any_length_is_kept(self, store: Any, names: Names, memory: GuardedMemory) -> None:
+        one, absent, other = names(3)
+        write(memory, store, one, pattern(1, 2 * PAGE))
+        write(memory, store, other, pattern(1, 4 * PAGE))
+        rows = [memory.row(3 * PAGE) for _ in range(3)]
+        self._read(store, [one, absent, other], rows)
+        assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.read_any_into kept a buffer"
+
+    @staticmethod
+    def _read(store: Any, names: Sequence[str], rows: Sequence[Row]) -> list[int]:
+        """Read in one call, or in as many as a store without batches gets."""
+        if isinstance(store, SupportsBatch):
+            return list(store.read_any_into(names, [row.destination() for row in rows]))  # type: ignore[attr-defined]
+        pairs = zip(names, rows, strict=True)
+        return [length for name, row in pairs for length in store.read_any_into([name], [row.destination()])]
 
 
 def _listed(store: SupportsListing, prefix: str) -> list[str]:
