@@ -52,9 +52,9 @@ class ObstoreClient:
         self._failures = failures
         self._attributes: Any = attributes or None
 
-    def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
+    def get(self, key: str, start: int, nbytes: int, total: int | None) -> Body | None:
         """Request a part of an object. The headers say the object's length: with another one, no body is read."""
-        part: GetOptions | None = {"range": (start, start + nbytes)} if nbytes != total else None
+        part: GetOptions | None = {"range": (start, start + nbytes)} if nbytes != (total or nbytes) else None
         self._requests.count("get")
         try:
             found = obstore.get(self.store, key, options=part)
@@ -64,7 +64,9 @@ class ObstoreClient:
                 return None
             raise self.failed(f"GET {key}", error) from None
         meta = found.meta
-        return Body(meta["e_tag"] or "", self._pieces(key, found, nbytes)) if meta["size"] == total else None
+        if meta["size"] != total and (total is not None or meta["size"] > nbytes):
+            return None
+        return Body(meta["e_tag"] or "", self._pieces(key, found, min(nbytes, meta["size"])))
 
     def _pieces(self, key: str, found: "GetResult", nbytes: int) -> Iterator[bytes | memoryview]:
         left = nbytes

@@ -10,7 +10,7 @@ from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, TierUnavai
 from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError
 from kvtiers_objectstore.parts import Parts
 from kvtiers_objectstore.requests import Requests
-from kvtiers_objectstore.values import ValueClient, read_into
+from kvtiers_objectstore.values import ValueClient, read_any_into, read_into
 
 __all__ = ["Access", "Bucket", "ObjectStore", "StoreOptions"]
 
@@ -95,6 +95,21 @@ class ObjectStore(ChunkStore):
         if len(dst) > self._options.part_size:
             return self._parts.read(key, dst)
         return read_into(self._client, key, dst, 0, len(dst)) is not None
+
+    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
+        """Read each object; ask for the length first where there is room for one that is read in ranges."""
+        return [self._read_any(self._prefix + name, dst) for name, dst in zip(names, dsts, strict=True)]
+
+    def _read_any(self, key: str, dst: memoryview) -> int:
+        if len(dst) <= self._options.part_size:
+            return read_any_into(self._client, key, dst)
+        nbytes = self._client.size(key) or 0
+        if nbytes > len(dst):
+            return 0
+        with dst[:nbytes] as value:
+            if nbytes <= self._options.part_size:
+                return read_any_into(self._client, key, value)
+            return nbytes if self._parts.read(key, value) else 0
 
     def reads_in_pieces(self, nbytes: int) -> bool:
         """Return whether a value is read in pieces: large ones are read in parallel ranges, straight into the row."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-__all__ = ["Body", "ValueClient", "read_into"]
+__all__ = ["Body", "ValueClient", "read_any_into", "read_into"]
 
 
 class Body(NamedTuple):
@@ -18,10 +18,11 @@ class ValueClient(Protocol):
 
     name: str
 
-    def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
+    def get(self, key: str, start: int, nbytes: int, total: int | None) -> Body | None:
         """Request this many bytes from byte ``start`` on of an object of ``total`` bytes.
 
-        None, before a byte of the body is read, if there is no such object or it has another length.
+        ``total`` None: the whole object, if it is no longer than ``nbytes``. None, before a byte of the body is read,
+        if there is no such object or it has another length.
         """
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
@@ -39,8 +40,19 @@ def read_into(client: ValueClient, key: str, dst: memoryview, start: int, total:
     body = client.get(key, start, len(dst), total)
     if body is None:
         return None
+    _fill(dst, body)
+    return body.etag
+
+
+def read_any_into(client: ValueClient, key: str, dst: memoryview) -> int:
+    """Fill the start of ``dst`` with an object; return its length, 0 if there is none or it is longer."""
+    body = client.get(key, 0, len(dst), None)
+    return 0 if body is None else _fill(dst, body)
+
+
+def _fill(dst: memoryview, body: Body) -> int:
     at = 0
     for piece in body.pieces:
         dst[at : at + len(piece)] = piece
         at += len(piece)
-    return body.etag
+    return at

@@ -12,19 +12,22 @@ class MemoryStore(ChunkStore):
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._lock = Lock()
         self._values: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
-        self._held = 0
+        self._lock, self._held = Lock(), 0
 
     def read_into(self, name: str, dst: memoryview) -> bool:
-        """Fill ``dst``; a value that is read is used, so it stays longer."""
+        """Fill ``dst``; what is read stays longer."""
         with self._lock:
-            value = self._values.get(name, b"")
-            if len(value) != len(dst):
+            if len(value := self._values.get(name, b"")) != len(dst) or not value:
                 return False
             self._values.move_to_end(name)
         dst[:] = value
         return True
+
+    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
+        """Fill the start of the one ``dst``, as there are no batches."""
+        length = len(self._values.get(names[0], b""))
+        return [length if self.read_into(names[0], dsts[0][:length]) else 0]
 
     def write(self, name: str, src: memoryview) -> None:
         """Keep a copy, the most recently used; others make room for it."""
@@ -38,7 +41,7 @@ class MemoryStore(ChunkStore):
                 self._held -= len(self._values.popitem(last=False)[1])
 
     def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        """Answer in order; being asked for is not use."""
+        """Answer in order."""
         return [name in self._values for name in names]
 
     def delete(self, names: Sequence[str]) -> None:
@@ -49,8 +52,7 @@ class MemoryStore(ChunkStore):
     def list(self, prefix: str) -> Iterator[StoreEntry]:
         """Yield what was held at the call; being listed is not use."""
         with self._lock:
-            sizes = [(name, len(value)) for name, value in self._values.items() if name.startswith(prefix)]
-        return (StoreEntry(name, nbytes) for name, nbytes in sizes)
+            return iter([StoreEntry(name, len(held)) for name, held in self._values.items() if name.startswith(prefix)])
 
     def stats(self) -> dict[str, float]:
         """Return what is held now."""

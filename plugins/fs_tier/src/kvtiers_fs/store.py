@@ -72,11 +72,16 @@ class FsStore(ChunkStore):
 
     def read_into(self, name: str, dst: memoryview) -> bool:
         """Fill ``dst`` from the value's file."""
-        return self._files.read(place_of(name), [dst])
+        return bool(self._files.read(place_of(name), [dst]))
+
+    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
+        """Fill the start of each ``dst`` from its value's file."""
+        read = self._files.read
+        return [read(place_of(name), [dst], shorter=True) for name, dst in zip(names, dsts, strict=True)]
 
     def read_parts_into(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Fill the parts from the value's file, which the system scatters."""
-        return self._files.read(place_of(name), parts)
+        return bool(self._files.read(place_of(name), parts))
 
     def write(self, name: str, src: memoryview) -> None:
         """Write the value's file aside and rename it. StoreFull beyond the capacity or the free-space floor.

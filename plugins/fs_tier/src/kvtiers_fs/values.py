@@ -85,34 +85,47 @@ class ValueFiles:
     def _is_expired(self, about: os.stat_result) -> bool:
         return self._max_age is not None and about.st_mtime < time.time() - self._max_age
 
-    def read(self, place: Place, parts: Sequence[memoryview]) -> bool:
-        """Fill the parts, one behind the other; False if there is no value of their length."""
+    def read(self, place: Place, parts: Sequence[memoryview], *, shorter: bool = False) -> int:
+        """Fill the parts, one behind the other; return the value's length, 0 if there is none of theirs.
+
+        ``shorter``: one that is shorter fills the start of them.
+        """
         nbytes = sum(map(len, parts))
         try:
             fd = self._open(f"{place.folder}/{place.leaf}")
         except OSError as error:
             if error.errno in GONE:
-                return False
+                return 0
             raise
         try:
             about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode) or about.st_size != nbytes or self._is_expired(about):
-                return False
+            if not self._is_value(about, nbytes, shorter=shorter):
+                return 0
+            if about.st_size != nbytes:
+                nbytes = about.st_size
+                parts = [*_before(parts, nbytes)]
             if nbytes >= self._least_cold and not is_cached(fd, nbytes):
                 _begin_direct(fd)
             if not _fill(fd, parts, nbytes):
-                return False
-            # Also of a file that is from when a clock was ahead: it would seem to be in use until then.
-            if self._refresh and abs(about.st_mtime - time.time()) > _REFRESH_SECONDS:
-                with contextlib.suppress(OSError):  # another member of the group's: not ours to touch
-                    os.utime(fd)
+                return 0
+            self._note_use(fd, about)
         except OSError as error:
             if error.errno == errno.ESTALE:  # another machine removed the file while it was read
-                return False
+                return 0
             raise
         finally:
             os.close(fd)
-        return True
+        return nbytes
+
+    def _is_value(self, about: os.stat_result, nbytes: int, *, shorter: bool) -> bool:
+        fits = about.st_size == nbytes or (shorter and about.st_size < nbytes)
+        return fits and stat.S_ISREG(about.st_mode) and not self._is_expired(about)
+
+    def _note_use(self, fd: int, about: os.stat_result) -> None:
+        # Also of a file that is from when a clock was ahead: it would seem to be in use until then.
+        if self._refresh and abs(about.st_mtime - time.time()) > _REFRESH_SECONDS:
+            with contextlib.suppress(OSError):  # another member of the group's: not ours to touch
+                os.utime(fd)
 
     def _open(self, path: str) -> int:
         try:
@@ -175,6 +188,14 @@ def _pour(fd: int, parts: Sequence[memoryview]) -> None:
         with contextlib.ExitStack() as cut:
             rest = itertools.islice(behind(parts, done), _MOST_PARTS)
             done += _write_some(fd, [cut.enter_context(part) for part in rest])
+
+
+def _before(parts: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
+    """Yield views of the first ``nbytes`` bytes."""
+    for part in parts:
+        if nbytes:
+            yield part[:nbytes]
+        nbytes = max(0, nbytes - len(part))
 
 
 def behind(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:

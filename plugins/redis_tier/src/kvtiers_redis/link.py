@@ -75,6 +75,20 @@ class Link:
         """Read the replies to as many reads: fill each and return True; False if it is absent or of another length."""
         return [self._read_value(dst) for dst in dsts]
 
+    def read_any_values(self, dsts: Sequence[memoryview]) -> list[int | ReplyError]:
+        """Do the same for values of any length: fill each one's start and return its length; 0: absent, or longer."""
+        return [self._read_any(dst) for dst in dsts]
+
+    def _read_any(self, dst: memoryview) -> int | ReplyError:
+        length = self._value_length()
+        if isinstance(length, ReplyError) or length is None:
+            return length or 0
+        if length > len(dst):
+            self._skip(length)
+            return 0
+        self._fill(dst[:length])
+        return length
+
     def _read_value(self, dst: memoryview) -> bool | ReplyError:
         if len(dst) != self._length:
             self._expect(len(dst))
@@ -96,19 +110,25 @@ class Link:
 
     def _read_other(self, dst: memoryview) -> bool | ReplyError:
         """Read the reply to a read whose header is missing, or is not the one of a value of that length."""
-        line = self._line(_HEAD_BYTES)
-        if line[:1] == b"-":
-            return _error(line)
-        if line == b"$-1":
-            return False
-        if line[:1] != b"$":
-            raise _garbage(line, "a value")
-        length = _length(line)
+        length = self._value_length()
+        if isinstance(length, ReplyError) or length is None:
+            return length or False
         if length != len(dst):
             self._skip(length)
             return False
         self._fill(dst)
         return True
+
+    def _value_length(self) -> int | ReplyError | None:
+        """Read a value's header, or what is there in place of a value; None: there is none."""
+        line = self._line(_HEAD_BYTES)
+        if line[:1] == b"-":
+            return _error(line)
+        if line == b"$-1":
+            return None
+        if line[:1] != b"$":
+            raise _garbage(line, "a value")
+        return _length(line)
 
     def read_statuses(self, least: int, most: int, shortest: int = SHORTEST_STATUS) -> list[Status]:
         """Read replies that are no values: the next one, and equal ones behind it that have arrived.

@@ -62,17 +62,26 @@ class RedisStore(ChunkStore):
 
     def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
         """Ask for all, and receive each into its ``dst``."""
+        return [answer is True for answer in self._read(names, dsts, any_length=False)]
+
+    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
+        """Ask for all, and receive each into the start of its ``dst``."""
+        return [answer if type(answer) is int else 0 for answer in self._read(names, dsts, any_length=True)]
+
+    def _read(self, names: Sequence[str], dsts: Sequence[memoryview], *, any_length: bool) -> list[Answer]:
         keys = [self._key(name) for name in names]
-        answers = self._get(keys, dsts, self._refresh)
+        answers = self._get(keys, dsts, self._refresh, any_length=any_length)
         if None in answers:  # a server that takes no writes does not take a new ttl either
             left = [i for i, answer in enumerate(answers) if answer is None]
-            plain = self._get([keys[i] for i in left], [dsts[i] for i in left], [])
+            plain = self._get([keys[i] for i in left], [dsts[i] for i in left], [], any_length=any_length)
             for i, answer in zip(left, plain, strict=True):
                 answers[i] = answer
-        return [answer is True for answer in answers]
+        return answers
 
-    def _get(self, keys: Sequence[bytes], dsts: Sequence[memoryview], refresh: Sequence[bytes]) -> list[Answer]:
-        """Answers: True, False (absent, or no value of ours), None where a ttl was to be refreshed and cannot be."""
+    def _get(
+        self, keys: Sequence[bytes], dsts: Sequence[memoryview], refresh: Sequence[bytes], *, any_length: bool
+    ) -> list[Answer]:
+        """Answers: True, or a length; False (no value of ours), None where a ttl was to be refreshed and cannot be."""
         word = b"GETEX" if refresh else b"GET"
 
         def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
@@ -82,6 +91,7 @@ class RedisStore(ChunkStore):
                 [dsts[i] for i in indexes],
                 window=self._window,
                 asking=asking,
+                any_length=any_length,
             )
 
         not_refreshed = dict.fromkeys((_FULL, *_NO_WRITES)) if refresh else {}

@@ -46,12 +46,22 @@ def commands(word: bytes, keys: Sequence[bytes], *options: bytes) -> list[bytes]
 
 
 def read_values(
-    link: Link, requests: Sequence[bytes], dsts: Sequence[memoryview], *, window: int, asking: bool = False
+    link: Link,
+    requests: Sequence[bytes],
+    dsts: Sequence[memoryview],
+    *,
+    window: int,
+    asking: bool = False,
+    any_length: bool = False,
 ) -> Exchange:
-    """Send requests that are answered by values, and take each into its ``dst``."""
+    """Send requests that are answered by values, and take each into its ``dst``.
+
+    ``any_length``: into the start of it; the answers are their lengths then.
+    """
 
     def read(first: int, pending: int, _: int) -> list[Answer]:
-        return [*link.read_values(dsts[first:pending])]
+        wanted = dsts[first:pending]
+        return [*link.read_any_values(wanted)] if any_length else [*link.read_values(wanted)]
 
     return _exchange(link, _lines(requests, asking), read, sizes=[*map(len, dsts)], window=window, asking=asking)
 

@@ -96,7 +96,15 @@ class SlabStore(ChunkStore):
 
     def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
         """Fill each from its place; what lies one behind the other is read in one call."""
-        slab, found = self.slab, [False] * len(names)
+        return [nbytes > 0 for nbytes in self._read(names, dsts, shorter=False)]
+
+    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
+        """Fill the start of each from its place."""
+        return self._read(names, dsts, shorter=True)
+
+    def _read(self, names: Sequence[str], dsts: Sequence[memoryview], *, shorter: bool) -> list[int]:
+        """Return the lengths of the values that were read, 0 of each other one."""
+        slab, found = self.slab, [0] * len(names)
         if slab.index is None:
             for name in names:
                 _digest(name)
@@ -105,22 +113,25 @@ class SlabStore(ChunkStore):
         for _ in range(_TRIES):
             if not wanted:
                 break
-            used_again = self._read_some(slab, slab.index, wanted, dsts, found)
+            used_again = self._read_some(slab, slab.index, wanted, dsts, found, shorter=shorter)
             wanted = {number: wanted[number] for number in used_again}
         return found
 
     def _read_some(
-        self, slab: Slab, index: Index, wanted: Mapping[int, bytes], dsts: Sequence[memoryview], found: list[bool]
+        self,
+        slab: Slab,
+        index: Index,
+        wanted: Mapping[int, bytes],
+        dsts: Sequence[memoryview],
+        found: list[int],
+        *,
+        shorter: bool,
     ) -> list[int]:
         """Read what the index has; return those whose segments were used for others meanwhile.
 
         What was moved before that is in another place now.
         """
-        entries: dict[int, Entry] = {}
-        for number, digest in wanted.items():
-            entry = index.find(digest)
-            if entry is not None and entry.nbytes == len(dsts[number]) and not self._is_expired(entry):
-                entries[number] = entry
+        entries = self._entries(index, wanted, dsts, shorter=shorter)
         segments = {entry.segment for entry in entries.values()}
         rows = index.rows_of(segments)
         read: list[int] = []
@@ -129,17 +140,29 @@ class SlabStore(ChunkStore):
             first = entries[run[0]]
             file = self._file_of(slab, first, rows.get(first.segment))
             if file is not None:
-                done = self._fill(file, first.at, [dsts[number] for number in run])
+                done = self._fill(file, first.at, [dsts[number][: entries[number].nbytes] for number in run])
                 for number in run:
-                    done -= len(dsts[number])
+                    done -= entries[number].nbytes
                     (read if done >= 0 else cut_short).append(number)
         rows = index.rows_of(segments)
         current = {number for number, e in entries.items() if rows[e.segment].edition == e.edition}
         for number in read:
-            found[number] = number in current
+            found[number] = entries[number].nbytes if number in current else 0
         self._note_uses(index, [entries[number] for number in read if number in current])
         self._drop(index, [entries[number] for number in cut_short if number in current])
         return [number for number in (*read, *cut_short) if number not in current]
+
+    def _entries(
+        self, index: Index, wanted: Mapping[int, bytes], dsts: Sequence[memoryview], *, shorter: bool
+    ) -> dict[int, Entry]:
+        entries: dict[int, Entry] = {}
+        for number, digest in wanted.items():
+            entry = index.find(digest)
+            if entry is None or self._is_expired(entry):
+                continue
+            if entry.nbytes == len(dsts[number]) or (shorter and entry.nbytes < len(dsts[number])):
+                entries[number] = entry
+        return entries
 
     def _file_of(self, slab: Slab, entry: Entry, row: Row | None) -> SegmentFile | None:
         if row is None or row.edition != entry.edition or not row.birth:
