@@ -44,6 +44,7 @@ def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any
         config: dict[str, Any] = {
             "version": 1, "namespace": "gpu", "model": {"name": "llama8b-shape", "revision": "v1"},
             "primary": {"capacity": nbytes, **json.loads(os.environ.get("PRIMARY", "{}"))}, "secondary": tiers,
+            **json.loads(os.environ.get("STACK", "{}")),
         }  # fmt: skip
         return under({"kvtiers_config": config}, "KvtiersConnector")
 
@@ -55,6 +56,8 @@ def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any
         "tiers_fs": under(
             {**tiering, "secondary_tiers": [fs("kvtiers-fs")], "kvtiers": {"namespace": "gpu", "weights": "v1"}}
         ),
+        "simple": under({"cpu_bytes_to_use": nbytes}, "SimpleCPUOffloadConnector"),
+        "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
         "stack": stack([]),
         "stack_fs": stack([fs("fs")]),
     }[mode]
@@ -66,12 +69,13 @@ class Engine:
     def __init__(self, model: str, mode: str, store: str, *, most_tokens: int) -> None:
         os.environ["PYTHONHASHSEED"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.update(LMCACHE_LOCAL_CPU="True", LMCACHE_MAX_LOCAL_CPU_SIZE=os.environ.get("PRIM", "24"))
         load_libraries()
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
 
         self._prompt, self._sampling = TokensPrompt, SamplingParams
-        self.mode = mode
+        self.mode, self.store = mode, store
         begun = time.perf_counter()
         config = connector_config(mode, float(os.environ.get("PRIM", "24")), store)
         self.llm = LLM(
@@ -99,6 +103,8 @@ class Engine:
             "cached": sum(output.num_cached_tokens or 0 for output in outputs),
             "of": sum(map(len, prompts)),
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "first_s": [round(getattr(output.metrics, "first_token_latency", 0.0), 3) for output in outputs],
+            "cached_each": [output.num_cached_tokens or 0 for output in outputs],
         }
 
     def figures(self) -> dict[str, float]:
@@ -165,6 +171,15 @@ def primary(engine: Engine) -> dict[str, Any]:
     return found
 
 
+def long(engine: Engine) -> dict[str, Any]:
+    """Ask two prompts of 64k tokens cold, from the GPU's own cache, and from the primary."""
+    prompts = engine.prompts(65_536, 2, 65_536)
+    cold, hit = one_by_one(engine, prompts), one_by_one(engine, prompts)
+    time.sleep(float(os.environ.get("SETTLE", "5")))
+    engine.forget()
+    return {"cold": cold, "gpu_hit": hit, "primary": one_by_one(engine, prompts)}
+
+
 def beside_stores(engine: Engine) -> dict[str, Any]:
     """Ask short new prompts one after the other, and each at once again: what requests feel of stores in flight."""
     cold, hit, before = [], [], processor_ticks()
@@ -223,6 +238,32 @@ def store(engine: Engine) -> dict[str, Any]:
     return {**found, "figures": engine.figures()}
 
 
+def fill_store(engine: Engine) -> dict[str, Any]:
+    """Compute what `store` asks for in another process, wait until it has been written, and drop its cached pages."""
+    asked = [engine.ask([prompt]) for prompt in engine.prompts(77, 6, 16_384)]
+    written, before, until = folder_bytes(engine.store), -1, time.monotonic() + 60
+    while written != before and time.monotonic() < until:
+        time.sleep(3)
+        written, before = folder_bytes(engine.store), written
+    drop_pages(engine.store)
+    return {"s": [one["s"] for one in asked], "tokens": [one["tokens"] for one in asked], "bytes": written}
+
+
+def folder_bytes(folder: str) -> int:
+    """Return what the files under this folder hold."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def drop_pages(folder: str) -> None:
+    """Write these files to their disk and drop them from the page cache, so that reading is reading the disk."""
+    os.sync()
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            number = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(number)
+
+
 def throughput(engine: Engine) -> dict[str, Any]:
     """Compute what is not known anywhere, with answers of 64 tokens, while it is stored."""
     engine.ask(engine.prompts(1, 8, 2_048), 64)
@@ -277,14 +318,17 @@ def mixed(engine: Engine) -> dict[str, Any]:
 
 SCENES = {
     scene.__name__: scene
-    for scene in (warm_up, startup, beside_stores, primary, burst, fill, restart, store, throughput, mixed)
+    for scene in (
+        *(warm_up, startup, beside_stores, primary, long, burst),
+        *(fill, fill_store, restart, store, throughput, mixed),
+    )
 }
 
 
 def main() -> None:
     """Play the scenes."""
     model, mode, folder, scenes = sys.argv[1:5]
-    engine = Engine(model, mode, folder, most_tokens=16_384)
+    engine = Engine(model, mode, folder, most_tokens=65_536 if "long" in scenes.split(",") else 16_384)
     print("RESULT " + json.dumps({"mode": mode, "scene": "start", "s": round(engine.start_seconds, 2)}), flush=True)
     for name in scenes.split(","):
         found = SCENES[name](engine)

@@ -34,20 +34,32 @@ FOLDER = Path(__file__).resolve().parent
 LABELS = {
     "none": "no connector", "cpu": "vLLM's CPU tier", "tiering_fs": "vLLM's tiering + its fs",
     "tiers_fs": "kvtiers' fs under vLLM's tiering", "stack": "whole stack", "stack_fs": "whole stack + fs",
+    "simple": "vLLM's SimpleCPUOffload", "lmcache": "LMCache",
 }  # fmt: skip
 
 
 class Run(NamedTuple):
-    """One engine: the way in, its scenes in order, its primary in GiB; ``store``: what it shares with other runs."""
+    """One engine: the way in, its scenes in order, its primary in GiB; ``store``: what it shares with other runs.
+
+    ``disk``: its store is on the disk of the temporary folder. ``tier``, ``stack``: more options of kvtiers' fs tier
+    and of the whole stack, as JSON.
+    """
 
     mode: str
     scenes: str
     primary: int = 24
     store: str = ""
+    disk: bool = False
+    tier: str = "{}"
+    stack: str = "{}"
 
 
 WARM_UP = Run("none", "warm_up")
 """The first engine on a fresh machine compiles for half a minute; what it takes is no engine's figure."""
+SLOW = '{"rate_limit": {"bytes_per_second": "1GB"}}'
+"""Reading 16k tokens takes 2.1 s then, four times as long as computing them."""
+ALWAYS = '{"load_wait": "60s", "lookup_wait": "10s"}'
+"""Whatever a tier has is loaded: beside it stands what the decision costs or saves."""
 QUICK = [
     Run("none", "startup,beside_stores,throughput,mixed"),
     Run("stack", "startup", 64),
@@ -62,6 +74,16 @@ FULL = [
     *QUICK,
     Run("tiering_fs", "store", store="theirs"),
     Run("tiering_fs", "startup,primary,throughput,mixed", store="theirs2"),
+    Run("stack_fs", "store", store="ours", tier=SLOW),
+    Run("stack_fs", "restart", store="ours", stack=ALWAYS),
+    Run("stack_fs", "fill_store", store="ours-disk", disk=True),
+    Run("stack_fs", "store", store="ours-disk", disk=True),
+    Run("tiering_fs", "fill_store", store="theirs-disk", disk=True),
+    Run("tiering_fs", "store", store="theirs-disk", disk=True),
+    Run("stack", "long"),
+    Run("cpu", "long"),
+    Run("simple", "startup,primary,burst"),
+    Run("lmcache", "startup,primary,burst"),
     *(Run("stack", "startup", size) for size in (8, 24)),
     *(Run("cpu", "startup", size) for size in (8, 24, 64)),
     Run("cpu", "primary,burst,throughput,mixed"),
@@ -95,16 +117,22 @@ def machine() -> dict[str, str]:
     return {"gpu": gpu, "cores": str(os.cpu_count()), "kernel": platform.release(), "python": platform.python_version()}
 
 
+def place(run: Run, stores: Path) -> Path:
+    """Return the folder of this engine's store; on a disk it is in the temporary folder, under the same name."""
+    root = Path(tempfile.gettempdir()) / stores.name if run.disk else stores
+    return root / (run.store or f"{run.mode}-alone")
+
+
 def play(run: Run, model: str, stores: Path, seconds: float, logs: Path | None = None) -> list[dict[str, Any]]:
     """Run one engine to its end; return what it printed, and what went wrong as a scene ``error``."""
-    folder = stores / (run.store or f"{run.mode}-alone")
+    folder = place(run, stores)
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FOLDER / "engine_run.py"), model, run.mode, str(folder), run.scenes]
     begun = time.perf_counter()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, "PRIM": str(run.primary)},
+            env={"TIER": run.tier, "STACK": run.stack, **os.environ, "PRIM": str(run.primary)},
         )  # fmt: skip
         try:
             process.wait(seconds)
@@ -118,7 +146,7 @@ def play(run: Run, model: str, stores: Path, seconds: float, logs: Path | None =
         (logs / name).write_text("\n".join(line for line in lines if not line.startswith("RESULT ")) + "\n")
     found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
     for one in found:
-        one["primary_gib"] = run.primary
+        one |= {"primary_gib": run.primary, "disk": run.disk, "slow": run.tier == SLOW, "always": run.stack == ALWAYS}
     if process.returncode:
         said = [line for line in lines if "Error" in line][-3:]
         found.append({"mode": run.mode, "scene": "error", "of": run.scenes, "status": process.returncode, "said": said})
@@ -141,10 +169,14 @@ def short(found: dict[str, Any]) -> str:
 # -- goals
 
 
-def pick(results: list[dict[str, Any]], mode: str, scene: str, primary: int | None = None) -> dict[str, Any] | None:
-    """Return the first result of this engine and scene."""
+def pick(
+    results: list[dict[str, Any]], mode: str, scene: str, primary: int | None = None, *, slow: bool = False
+) -> dict[str, Any] | None:
+    """Return the first result of this engine and scene, over a store in memory."""
     for one in results:
-        if (one["mode"], one["scene"]) == (mode, scene) and primary in {None, one["primary_gib"]}:
+        if (one["mode"], one["scene"]) != (mode, scene) or primary not in {None, one["primary_gib"]}:
+            continue
+        if one["slow"] == slow and not (one["disk"] or one["always"]):
             return one
     return None
 
@@ -175,6 +207,10 @@ def goals(results: list[dict[str, Any]], link: float) -> list[dict[str, Any]]:
     if (store := pick(results, "stack_fs", "store")) is not None:
         goal("16k from a memory-backed store, the first request (s)", store["all"][0], 0.22)
         goal("16k from a memory-backed store, median (s)", store["median_s"], 0.22)
+    filled = pick(results, "stack_fs", "fill")
+    if filled and (store := pick(results, "stack_fs", "store", slow=True)) is not None:
+        goal("16k from a store slower than computing, median (s)", store["median_s"],
+             1.05 * statistics.median(filled["s"][:6]))  # fmt: skip
     plain, stored = pick(results, "none", "throughput"), pick(results, "stack_fs", "throughput")
     if plain and stored:
         share = statistics.median(plain["s"]) / statistics.median(stored["s"])
@@ -186,6 +222,9 @@ def goals(results: list[dict[str, Any]], link: float) -> list[dict[str, Any]]:
     plain, mixed = pick(results, "none", "mixed"), pick(results, "stack_fs", "mixed")
     if plain and mixed and plain["itl_p99"] and mixed["itl_p99"]:
         goal("inter-token latency p99 beside loads and stores (s)", mixed["itl_p99"], 1.1 * plain["itl_p99"])
+    if (far := pick(results, "stack", "long")) is not None:
+        goal("64k tokens from the primary (s)", far["primary"]["median_s"],
+             far["gpu_hit"]["median_s"] + 1.15 * 8 * 2**30 / link / 1e9)  # fmt: skip
     return found + same_tokens(results)
 
 
@@ -231,12 +270,17 @@ def bars(rows: list[tuple[str, float]], title: str) -> str:
     return out.getvalue().partition("<svg")[1] + out.getvalue().partition("<svg")[2]
 
 
+def named(one: dict[str, Any]) -> str:
+    """Return what a result is called in a chart."""
+    special = ", disk" * one["disk"] + ", 1 GB/s" * one["slow"] + ", always load" * one["always"]
+    return f"{LABELS[one['mode']]}, {one['primary_gib']} GiB{special}"
+
+
 def charts(results: list[dict[str, Any]]) -> list[str]:
     """Return a chart for each scene that more than one engine has played."""
 
     def of(scene: str, value: Any) -> list[tuple[str, float]]:
-        rows = [(f"{LABELS[one['mode']]}, {one['primary_gib']} GiB", value(one)) for one in results
-                if one["scene"] == scene]  # fmt: skip
+        rows = [(named(one), value(one)) for one in results if one["scene"] == scene]
         return [(name, number) for name, number in rows if number is not None]
 
     wanted = [
@@ -249,6 +293,7 @@ def charts(results: list[dict[str, Any]]) -> list[str]:
         ("burst of 24 x 8k from the primary, seconds", of("burst", lambda one: statistics.median(one["primary_s"]))),
         ("restart + burst of 24 x 8k, seconds", of("restart", lambda one: one["burst"]["s"])),
         ("16k from the store after a restart, seconds (median)", of("store", lambda one: one["median_s"])),
+        ("64k tokens from the primary, seconds (median)", of("long", lambda one: one["primary"]["median_s"])),
         ("48 x 2k new prompts + 64 tokens, seconds", of("throughput", lambda one: statistics.median(one["s"]))),
         ("mixed load: time to first token p50, seconds", of("mixed", lambda one: one["ttft_p50"])),
         ("mixed load: inter-token latency p99, seconds", of("mixed", lambda one: one["itl_p99"])),
@@ -304,11 +349,12 @@ def main() -> None:
         for number, run in enumerate(runs):
             found["results"] += play(run, options.model, stores, 60 * options.minutes, options.logs)
             if run.store not in {later.store for later in runs[number + 1 :]}:  # two of 60 GiB do not fit into memory
-                shutil.rmtree(stores / (run.store or f"{run.mode}-alone"), ignore_errors=True)
+                shutil.rmtree(place(run, stores), ignore_errors=True)
             found["goals"] = goals(found["results"], found["link_gb_s"])
             Path(options.json).write_text(json.dumps(found), encoding="utf-8")
     finally:
-        shutil.rmtree(stores, ignore_errors=True)
+        for root in (stores, Path(tempfile.gettempdir()) / stores.name):
+            shutil.rmtree(root, ignore_errors=True)
     for goal in found["goals"]:
         print(f"{'met   ' if goal['met'] else 'MISSED'} {goal['name']}: {goal['value']} (goal {goal['goal']})")
     failed = [one for one in found["results"] if one["scene"] == "error"]
