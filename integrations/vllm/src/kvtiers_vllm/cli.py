@@ -85,6 +85,10 @@ def transfer_config(
         "lookup_wait": _milliseconds(config.lookup_wait),
         "load_wait": config.load_wait if config.load_wait == "auto" else _milliseconds(config.load_wait),
     }
+    if config.tenants is not None:
+        extra[OPTIONS_KEY]["tenants"] = dict(document.get("tenants") or {})
+    if config.encryption is not None:
+        extra[OPTIONS_KEY]["encryption"] = document["encryption"]
     if config.model is not None and config.model.revision:
         extra[OPTIONS_KEY]["weights"] = config.model.revision
     for entry in extra["secondary_tiers"]:

@@ -232,6 +232,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.executor.abstract": {"Executor": Executor},
     "vllm.v1.kv_offload.base": {
         **{name: _kind(name) for name in (*_BASE, "LoadStoreSpec", "OffloadingWorker")},
+        **{name: _kind(name) for name in ("OffloadingManager", "PrepareStoreOutput")},
+        "OffloadPolicy": Enum("OffloadPolicy", ["CHUNK_LEVEL", "REQUEST_LEVEL"]),
         "LookupResult": LookupResult,
         "Medium": Medium,
         "TransferResult": TransferResult,

@@ -1,5 +1,6 @@
 """A tier over vLLM's memory: in a tier host that maps its file, or in the engine's where there is none to map."""
 
+import base64
 import logging
 import mmap
 import os
@@ -49,15 +50,18 @@ def end_of(driver, job_id):
     assert (result.job_id, result.success) == (job_id, True)
 
 
+@pytest.mark.parametrize("encryption", [{}, {"encryption": {"key": {"env": "KV_KEY"}}}], ids=["plain", "encrypted"])
 def test_a_value_goes_down_and_comes_back_in_a_tier_host_or_with_one_line_in_this_process(
-    memory, file, caplog, monkeypatch
+    memory, file, caplog, monkeypatch, encryption
 ):
+    monkeypatch.setenv("KV_KEY", base64.b64encode(os.urandom(32)).decode())
+    caplog.set_level(logging.INFO, "kvtiers")
     monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some GPU"})
     rows, is_mapped = memory
     before = file.stat()
     view = memoryview(rows).cast("B", (ROWS, ROW))
     options = {"capacity": "1MiB", "required": True}
-    patient = {"weights": "v1", "load_wait": "60s"}  # a busy machine is to cost time here, not the load
+    patient = {"weights": "v1", "load_wait": "60s", **encryption}  # a busy machine is to cost time here, not the load
     config, settings = load_tier_options("kvtiers-memory", options, {"kvtiers": patient})
     opened = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0")
     driver = opened.driver
@@ -74,6 +78,7 @@ def test_a_value_goes_down_and_comes_back_in_a_tier_host_or_with_one_line_in_thi
     flush_logs(PATIENCE)
     lines = [record.getMessage() for record in caplog.records if "its io is 'thread'" in record.getMessage()]
     assert len(lines) == (not is_mapped)
+    assert caplog.text.count("memory: encrypted: key ") == len(encryption)
     assert driver.own_stats().get("host_starts", 0) == is_mapped
     driver.close(1.0)
     view.release()

@@ -1,12 +1,15 @@
 """``kvtiers vllm-config``: what it prints is what vLLM takes, with no secret in it; what cannot be had is refused."""
 
+import base64
 import json
 import shlex
 
 import pytest
 from click.testing import CliRunner
 
+from kvtiers.api import ConfigError
 from kvtiers.cli.main import cli
+from kvtiers.encryption.config import encryption_of
 from kvtiers_vllm.own_tiering.options import load_tier_options
 from kvtiers_vllm.stack.options import load_stack_config
 
@@ -64,6 +67,19 @@ def test_the_engine_reads_from_it_what_the_file_says(run):
         assert (settings.namespace, settings.weights) == ("prod", "abc")
         assert (settings.lookup_wait, settings.load_wait) == (0.05, 1.0)
     assert tiers == [("near", 3 << 30, 30.0), ("far", 2 << 30, 3.0)]
+
+
+def test_encryption_is_carried_over_and_never_left_out(run, monkeypatch):
+    monkeypatch.setenv("KV_KEY", base64.b64encode(bytes(range(9, 41))).decode())
+    text = TIERS + "  - {type: memory, name: clear, capacity: 1MiB, encrypt: false}\nencryption: {key: {env: KV_KEY}}\n"
+    extra = json.loads(run(text, "--json").stdout)["kv_connector_extra_config"]
+    assert extra["kvtiers"]["encryption"] == {"key": {"env": "KV_KEY"}}
+    tiers = [load_tier_options(entry.pop("type"), entry, extra) for entry in extra["secondary_tiers"]]
+    encrypted = [encryption_of(tier, settings.encryption) for tier, settings in tiers]
+    assert [found is not None for found in encrypted] == [True, True, False]
+    monkeypatch.delenv("KV_KEY")
+    with pytest.raises(ConfigError, match=r"kvtiers\.encryption\.key\.env: environment variable 'KV_KEY' is not set"):
+        load_tier_options("kvtiers-memory", {"capacity": "1MiB"}, extra)
 
 
 def test_a_variable_stays_a_variable(run):

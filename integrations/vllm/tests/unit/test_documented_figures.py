@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from kvtiers.metrics import PRIMARY_HELP, TIER_HELP, EngineMetrics, help_texts
@@ -84,6 +85,14 @@ def test_what_our_document_for_vllm_names_is_on_the_page():
     names = documented(text)
     assert len(names) > 20
     assert [name for name in names if not _spellings(name) & page] == []
+
+
+def test_each_alert_of_the_example_works_on_the_page_of_the_whole_stack():
+    page = on_a_page(definitions(metric(Counter), metric(Gauge)))
+    groups = yaml.safe_load((ROOT / "examples" / "observability" / "alerts.yaml").read_text())["groups"]
+    names = {name for group in groups for rule in group["rules"] for name in re.findall(r"kvtiers_\w+", rule["expr"])}
+    assert len(names) > 20
+    assert {name for name in names if not {name, f"{name}_total"} & page} == set()
 
 
 def _spellings(name):

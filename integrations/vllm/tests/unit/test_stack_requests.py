@@ -432,3 +432,22 @@ def test_what_is_recorded_of_a_request_are_vllms_hashes_one_a_block_by_group(ver
     request = book.open("r", {})
     assert book.block_hashes(request) == [[hashes[1], hashes[3], hashes[5]], hashes]
     assert book.block_hashes(book.open("unseen", {})) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}, "00-0af"),
+        ({}, ""),
+        (None, ""),
+        ({"traceparent": 7}, ""),
+    ],
+)
+def test_a_requests_trace_context_is_handed_over(book, headers, expected):
+    shown = {"request_id": "r", "block_hashes": [HASH], "lora_request": None, "cache_salt": None}
+    book.show(SimpleNamespace(**shown, trace_headers=headers))
+    assert book.open("r", None).context.traceparent[:6] == expected
+
+
+def test_a_release_of_vllm_without_trace_headers_has_none(book):
+    assert opened(book, "r").context.traceparent == ""

@@ -228,6 +228,7 @@ class _Parts:
         self._config = config
         self._plugin = plugin
         self._namespace = settings.namespace
+        self._encryption = settings.encryption
         self._layout = layout
         self._names = StorageNames.of_layout(settings.namespace, layout)
         document = describe_layout(layout, release, self._names.fingerprint)
@@ -247,7 +248,10 @@ class _Parts:
                 self._rows = rows
                 views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
                 undo.callback(views.close)
-                backend = InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described)
+                opener = self._opener(rows)
+                backend = InProcessBackend(
+                    config, opener, views, self._names, self._sizes, self._described, self._encryption
+                )
                 self.tier = ChunkStoreTier(config, HostPool([PooledHost(config.tier_name, backend)]))
                 self._views = views
             undo.pop_all()
@@ -277,7 +281,7 @@ class _Parts:
             return None
         region = HostedRegion(self._fd, nbytes, nbytes, self._row_bytes, self._sizes)
         try:
-            return TierHosts(region, self._namespace, lambda: self._names, self._described)
+            return TierHosts(region, self._namespace, lambda: self._names, self._described, encryption=self._encryption)
         except RuntimeError:  # no thread can be started
             os.close(self._fd)
             raise

@@ -43,10 +43,11 @@ COUNTERS = {
         "loaded_bytes", "load_seconds", "loads", "computing_seconds", "saved_seconds", "failed_loads",
         "stored_chunks", "stored_bytes", "store_seconds", "failed_stores", "dropped_cascades", "expired_jobs",
         "raised", "seal_failures", "missing", "already_present", "dropped_queue", "dropped_full", "dropped_refused",
+        "dropped_quota", "quota_deleted",
         "errors", "retries", "breaker_opened", "host_starts",
     ),
     "kvtiers_tier_loaded_tokens": "Tokens whose KV the loaded chunks hold.",
-    "kvtiers_tier_left_out_requests": "Requests that used no tier, since their salt is hashed without a tag.",
+    "kvtiers_tier_left_out_requests": "Requests that used no tier, for their salt or their tenant.",
 }  # fmt: skip
 GAUGES = {
     **described(
@@ -136,7 +137,13 @@ def open_status(opened: OpenedTier, troubles: Troubles, engine: str) -> StatusSo
         lambda: {opened.name: _figures_of(opened)},
         namespace=opened.namespace,
         fingerprint=lambda: opened.fingerprint,
+        stats=lambda: {"engine": {}, "primary": {}, "tiers": {opened.name: _counted_of(opened)}},
     )
+
+
+def _counted_of(opened: OpenedTier) -> dict[str, Any]:
+    """Return a tier's figures as a manager counts them; the primary and the engine are vLLM's."""
+    return opened.driver.metrics.as_data() | {"own": opened.driver.own_stats()}
 
 
 def _figures_of(opened: OpenedTier) -> dict[str, Any]:

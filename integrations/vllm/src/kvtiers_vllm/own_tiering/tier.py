@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 
+from kvtiers.api import ConfigError
 from kvtiers.api import LookupResult as Answer
+from kvtiers.api.keys import with_tenant, without_tenant
 from kvtiers.status import troubles_from_the_start
 from kvtiers_vllm.compat import follow_core
 from kvtiers_vllm.engine import engine_being_built
@@ -22,6 +24,7 @@ from kvtiers_vllm.own_tiering.locked_tier import prefix_keys
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, open_status, tier_definitions
 from kvtiers_vllm.own_tiering.options import load_tier_options, tier_names
 from kvtiers_vllm.releases import release_of
+from kvtiers_vllm.request_field import tenant_param
 
 if TYPE_CHECKING:
     from kvtiers.start_line import StartLine
@@ -73,6 +76,7 @@ class KvtiersTier(SecondaryTierManager):
         with troubles_from_the_start([config.tier_name]) as troubles:
             opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, core, vllm_version)
         self._driver = opened.driver
+        self._tenants = settings.tenant_rule()
         self._core = core  # compat keeps no other reference to it
         core.request_arrived.append(self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats)
@@ -95,7 +99,9 @@ class KvtiersTier(SecondaryTierManager):
     @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
         """Record a request; the tier wants newly computed chunks only."""
-        self._driver.request_started(req_context.req_id, req_context.kv_transfer_params)
+        params = req_context.kv_transfer_params
+        left_out = self._tenants.of(tenant_param(params)) is None
+        self._driver.request_started(req_context.req_id, params, left_out=left_out)
         return RequestOffloadingContext()
 
     @never_raises(lambda: None)
@@ -106,7 +112,10 @@ class KvtiersTier(SecondaryTierManager):
     @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Return whether the tier has a chunk."""
-        return _ANSWERS[self._driver.lookup(key, req_context.req_id)]
+        tenant = self._tenant_of(req_context)
+        if tenant is None:
+            return LookupResult.MISS
+        return _ANSWERS[self._driver.lookup(with_tenant(key, tenant), req_context.req_id)]
 
     @never_raises(lambda: None)
     def _arrived(self, request: Any) -> None:
@@ -115,8 +124,19 @@ class KvtiersTier(SecondaryTierManager):
         if request.cache_salt and not _RELEASE.tags_salt:
             self._driver.leave_out(request.request_id, request)
             return
-        for keys in prefix_keys(self._offloading, request):
-            self._driver.ask_ahead(keys)
+        tenant = self._tenant_of(request)
+        for keys in prefix_keys(self._offloading, request) if tenant is not None else ():
+            self._driver.ask_ahead([with_tenant(key, tenant) for key in keys] if tenant else keys)
+
+    def _tenant_of(self, named: Any) -> str | None:
+        """Return the tenant of a request, by vLLM's context of it or by the request itself; None: it may use no tier.
+
+        Read again in each call: vLLM submits stores of requests that are over.
+        """
+        try:
+            return self._tenants.named(tenant_param(getattr(named, "kv_transfer_params", None)))
+        except ConfigError:  # said when it was announced
+            return None
 
     # -- jobs
 
@@ -134,6 +154,13 @@ class KvtiersTier(SecondaryTierManager):
             keys: Collection[bytes] = job.keys
             context = job.req_context
             ends = getattr(context, "get_offload_key_position", lambda _key: None)  # not in every release
+            tenant = self._tenant_of(context)
+            if tenant is None and not is_promotion:
+                self._driver.skip(job.job_id)
+                return
+            if tenant:
+                keys, shown = [with_tenant(key, tenant) for key in keys], ends
+                ends = lambda key: shown(without_tenant(key))  # noqa: E731 -- vLLM's own is one, too
             self._driver.submit(job.job_id, keys, rows.tolist(), context.req_id, is_promotion=is_promotion, ends=ends)
         except Exception:  # noqa: BLE001 -- see never_raises; vLLM's request and rows wait for the job's result
             self.bugs.note("submit_load" if is_promotion else "submit_store")
@@ -215,11 +242,14 @@ class KvtiersTier(SecondaryTierManager):
     # -- inside
 
     def _result(self, result: Any) -> Any:
+        good = result.successful_keys
+        if good is not None and self._tenants.is_on:
+            good = [without_tenant(key) for key in good]
         moved = {"transfer_bytes": result.nbytes} if _RELEASE.reports_bytes else {}
         return JobResult(
             result.job_id,
             result.success,
-            successful_keys=result.successful_keys,
+            successful_keys=good,
             transfer_time=result.seconds,
             **moved,
         )

@@ -30,6 +30,7 @@ from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 from kvtiers_vllm.own_tiering.job_ledger import Ends, JobLedger, Request
 from kvtiers_vllm.own_tiering.locked_tier import LockedTier
 from kvtiers_vllm.own_tiering.prompts import PrefillRate, Prompts
+from kvtiers_vllm.request_field import NEED_OWN_PRIMARY, RequestField
 
 __all__ = ["TierDriver"]
 
@@ -78,6 +79,7 @@ class TierDriver:
         self._prefill = PrefillRate(self._prompts.cost)
         self._ledger = JobLedger(slot, self._tier, self._prompts, tokens_per_chunk, self._drops_stores, clock)
         self._requests: dict[str, Request] = {}
+        self._field = RequestField(NEED_OWN_PRIMARY, "under vLLM's own tiering the primary is vLLM's")
         self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         """By id, requests that ``request_started`` may still announce; others expire with their object."""
         self._closed = False
@@ -105,9 +107,10 @@ class TierDriver:
 
     # -- requests
 
-    def request_started(self, request_id: str, params: Mapping[str, object] | None) -> None:
-        """Record a request."""
-        request = self._requests[request_id] = self._new_request(request_id, params or {})
+    def request_started(self, request_id: str, params: Mapping[str, object] | None, *, left_out: bool = False) -> None:
+        """Record a request. ``left_out``: it finds nothing in the tier and stores nothing."""
+        request = self._requests[request_id] = self._new_request(request_id, self._field.params(params))
+        request.left_out |= left_out
         self.left_out_requests += request.left_out
         self._prompts.came(request.prompt)
 
@@ -182,6 +185,10 @@ class TierDriver:
             self._ledger.report(job_id, success=True)  # intended: it must not count as a failure
             return
         self._ledger.submit(job_id, keys, rows, request, is_promotion=is_promotion, ends=ends)
+
+    def skip(self, job_id: int) -> None:
+        """Report a store that is not to be made, as ended: it must not count as a failure."""
+        self._ledger.report(job_id, success=True)
 
     def refuse(self, job_id: int) -> None:
         """Report a job that could not be submitted as failed; one that was submitted has a result of its own."""

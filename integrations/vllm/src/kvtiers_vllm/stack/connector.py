@@ -158,6 +158,11 @@ class KvtiersConnector(OffloadingConnector):
         if isinstance(metadata, WorkerReport):
             self.connector_scheduler.manager.copies_ended(metadata.copies)
 
+    def take_events(self) -> Iterable[Any]:
+        """Return the KV events of the primary and the tiers, for vLLM's own publisher."""
+        events: list[Any] = self.connector_scheduler.manager.kv_events()
+        return events
+
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Record that a step begins on this rank: background pinning pauses for its launches.
 

@@ -34,12 +34,14 @@ _TIER_NAMES = dict.fromkeys((*_TIER_COUNTERS, *_TIER_GAUGES))
 _ENGINE_COUNTERS = described(
     "kvtiers_", help_texts(EngineMetrics),
     "lookups", "primary_hits", "stored_chunks", "refused_stores", "wait_expired", "recomputed_cheaper",
-    "failed_gpu_stores", "failed_gpu_loads", "engine_seconds",
+    "failed_gpu_stores", "failed_gpu_loads", "engine_seconds", "event_batches", "event_chunks",
+    "dropped_event_chunks", "replayed_event_batches", "prefetched_chunks", "dropped_prefetches",
 )  # fmt: skip
 _COUNTERS = frozenset((*_TIER_COUNTERS, *_ENGINE_COUNTERS, *(f"kvtiers_what_if_{name}" for name in WHAT_IF_COUNTERS)))
 _PRIMARY_GAUGES = described(
     "kvtiers_primary_", PRIMARY_HELP,
     "rows", "free_rows", "pending_rows", "pinned_rows", "quarantined_rows", "closed_rows", "retired_rows",
+    "kept_rows", "kept_over_share", "kept_given_up",
 )  # fmt: skip
 
 
@@ -144,6 +146,8 @@ def open_stack_status(
         what_if=lambda: facts.stats().get("what_if", {}),
         control=control,
         engine_figures=lambda: figures_of_engine(facts.stats()),
+        stats=facts.stats,
+        events=lambda: facts.stats().get("events", {}),
     )
 
 

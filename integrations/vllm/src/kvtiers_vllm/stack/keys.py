@@ -1,4 +1,4 @@
-"""A request's keys: vLLM's block hashes, combined with its adapter and its salt.
+"""A request's keys: vLLM's block hashes, combined with its adapter and its salt, and its tenant.
 
 vLLM hashes an adapter's name and path, not its files. So the key of a request with an adapter is derived from vLLM's
 hash and a digest of the files, that of a salted one from the hash and the salt, each with a tag of its own: under any
@@ -50,16 +50,21 @@ def digest_of(what: bytes | str) -> bytes:
 class RequestKeys:
     """One request's keys. ``groups``: by vLLM's number of each group. ``hashes``: vLLM's list, which grows.
 
-    A request with neither adapter nor salt has vLLM's own keys where its groups have the same numbers as the layout's:
-    then no key is derived, and a prompt of a thousand chunks costs a tenth of a millisecond.
+    A request with neither adapter, salt nor tenant has vLLM's own keys where its groups have the same numbers as the
+    layout's: then no key is derived, and a prompt of a thousand chunks costs a tenth of a millisecond.
     """
 
-    def __init__(self, groups: Mapping[int, GroupKeys], hashes: Sequence[bytes], adapter: bytes, salt: str) -> None:
+    def __init__(
+        self, groups: Mapping[int, GroupKeys], hashes: Sequence[bytes], adapter: bytes, salt: str, tenant: str = ""
+    ) -> None:
         self._groups = groups
+        self._tenant = tenant
         self._hashes = hashes
         self._adapter = digest_of(adapter)
         self._salt = digest_of(salt)
-        self._is_plain = not (adapter or salt) and all(number == group.index for number, group in groups.items())
+        self._is_plain = not (adapter or salt or tenant) and all(
+            number == group.index for number, group in groups.items()
+        )
         self._own: dict[bytes, OffloadKey] = {}
         self._prefixes: dict[int, list[OffloadKey]] = {
             number: [] for number, group in groups.items() if group.whole_prefix
@@ -77,7 +82,7 @@ class RequestKeys:
         if own is None:
             group = self._groups[int.from_bytes(key[-_GROUP_BYTES:], "big")]
             derived = derive_hash(key[:-_GROUP_BYTES], self._adapter, self._salt)
-            own = self._own[key] = make_offload_key(derived, group.index)
+            own = self._own[key] = make_offload_key(derived, group.index, self._tenant)
         return own
 
     def of_all(self, keys: Collection[bytes]) -> list[OffloadKey]:

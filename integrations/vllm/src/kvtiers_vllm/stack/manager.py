@@ -11,7 +11,7 @@ so that vLLM computes it.
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvtiers.api import LookupResult as Answer
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.types import LoadPlan, StorePlan
+from kvtiers.types import LoadPlan, RequestContext, StorePlan
 from kvtiers.types import OffloadPolicy as Policy
 from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.life import FirstReport
@@ -36,6 +36,9 @@ from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers_vllm.stack.requests import OpenRequest, RequestBook, Run
 from kvtiers_vllm.stack.steps import PassLimit, StepClock
 from kvtiers_vllm.stack.worker import NO_PLAN, WAKEUP, PlannedRows
+
+if TYPE_CHECKING:
+    from kvtiers_vllm.stack.events import ChunkDescriber, VllmEvents
 
 __all__ = ["KvtiersManager"]
 
@@ -72,6 +75,8 @@ class KvtiersManager(OffloadingManager):
         core: CoreLink,
         *,
         alone: bool,
+        describer: "ChunkDescriber | None" = None,
+        vllm_events: "VllmEvents | None" = None,
     ) -> None:
         self.bugs = BugCount("kvtiers")
         self.requests = requests
@@ -79,6 +84,8 @@ class KvtiersManager(OffloadingManager):
         self._manager = manager
         self._plans = RunningPlans(manager, ranks)
         self.pipelined = PipelinedLoads(manager, self._start, is_possible=requests.groups == 1)
+        self._describer = describer
+        self._vllm_events = vllm_events
         self._figures = figures
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
@@ -109,9 +116,17 @@ class KvtiersManager(OffloadingManager):
             request.out = True
             self._say_unseen()
         with self._manager.lock:
-            return RequestOffloadingContext(
-                _POLICIES[self._manager.on_new_request(request.context, request.prompt_tokens)]
-            )
+            policy = self._manager.on_new_request(request.context, request.prompt_tokens)
+            if request.context.params and request.keys is not None:
+                self._follow_hints(request.context, request.keys)
+        return RequestOffloadingContext(_POLICIES[policy])
+
+    def _follow_hints(self, context: RequestContext, keys: RequestKeys) -> None:
+        """Do what a request's parameters say of its whole prompt, a part of which vLLM may have itself."""
+        for prefix in keys.prefixes():
+            self._manager.keep(prefix, context)
+            if context.params.get("prefetch") is True:
+                self._manager.prefetch(prefix, context)
 
     def _say_unseen(self) -> None:
         if not self._said_unseen:
@@ -189,6 +204,9 @@ class KvtiersManager(OffloadingManager):
                     hits = self._manager.lookup_prefix(wanted, request.context, place)
             run = request.runs[group] = Run(place, hits)
             self._asked.add(request)
+            if self._describer is not None and hits.pending and request.described < place + hits.chunks:
+                request.described = place + hits.chunks
+                self._describe(request, keys, keys.shown(key, place, hits.chunks))
         return run
 
     @never_raises(lambda: None)
@@ -260,7 +278,17 @@ class KvtiersManager(OffloadingManager):
             if not plan.keys:
                 self._manager.complete_store(plan)
                 return _nothing_of(request)
+        if self._describer is not None:
+            self._describe(request, own, [named[key] for key in plan.keys])
         return PrepareStoreOutput([named[key] for key in plan.keys], self._start(plan, request), [])
+
+    @never_raises(lambda: None)
+    def _describe(self, request: OpenRequest, keys: RequestKeys, shown: Sequence[bytes]) -> None:
+        """Say what routers need of chunks, before their events can come: those come at the end of a step."""
+        if self._describer is not None:
+            chunks = self._describer.chunks(request.shown, keys, shown)
+            with self._manager.lock:
+                self._manager.describe(chunks)
 
     def _start(self, plan: StorePlan | LoadPlan, request: OpenRequest) -> PlannedRows:
         self._plans.start(plan, request)
@@ -338,14 +366,20 @@ class KvtiersManager(OffloadingManager):
         return self._first_report is not None and self._first_report.is_due()
 
     def take_events(self) -> Iterable[Any]:
-        """Return nothing, and record nothing: vLLM's events name its own hashes, ours are others."""
+        """Return nothing: vLLM's translation would keep the tokens of all that a tier has stored. See ``kv_events``."""
         return ()
+
+    @never_raises(list)
+    def kv_events(self) -> list[Any]:
+        """Return the KV events since the last call, in vLLM's own classes; none where it publishes none."""
+        return [] if self._vllm_events is None else self._vllm_events.events()
 
     @never_raises(lambda: None)
     def reset_cache(self) -> None:
         """Forget all chunks; the tiers keep theirs."""
         for request in self.requests:
             request.runs.clear()
+            request.described = 0
         self._forget_answers()
         with self._manager.lock:
             self._manager.reset_cache()

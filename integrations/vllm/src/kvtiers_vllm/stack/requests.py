@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvtiers.api import OffloadKey
-from kvtiers.types import PrefixHits, RequestContext
+from kvtiers.api import ConfigError, OffloadKey
+from kvtiers.layout.tenants import Tenants
+from kvtiers.types import TENANT_FIELD, PrefixHits, RequestContext
 from kvtiers_vllm.engine import CoreLink
+from kvtiers_vllm.request_field import RequestField, tenant_param
 from kvtiers_vllm.stack.adapter_digests import AdapterDigests, DigestRequest, Standing
 from kvtiers_vllm.stack.keys import GroupKeys, RequestKeys
 
@@ -59,6 +61,8 @@ class OpenRequest:
     waits_since: float | None = None
     shown: Any = None
     """vLLM's own request."""
+    described: int = 0
+    """Its first so many chunks have been described for KV events."""
     runs: dict[int, Run] = field(default_factory=dict)
     """This step's answers, by group."""
     _keys: RequestKeys | None = None
@@ -101,7 +105,7 @@ class Weights:
 class RequestBook:
     """The open requests. ``groups``: how keys come about. ``lookup_wait``: seconds for an answer, once a request.
 
-    The caller ends ``digests``.
+    ``tenants``: who a request's tenant is; one whose tenant may use no tier is out. The caller ends ``digests``.
     """
 
     def __init__(
@@ -111,7 +115,9 @@ class RequestBook:
         digests: AdapterDigests,
         lookup_wait: float,
         clock: Callable[[], float] = time.monotonic,
+        tenants: Tenants | None = None,
     ) -> None:
+        self._tenants = tenants or Tenants("", is_on=False)
         self.groups = len(groups)
         """KV groups of the model."""
         self._groups = groups
@@ -125,6 +131,7 @@ class RequestBook:
         self._cache_is_old = False
         """vLLM's own prefix cache may hold KV of other weights than those of now."""
         self._digests = digests
+        self.field = RequestField()
         self._shown: Any = None
         self._open: dict[str, OpenRequest] = {}
         self._ahead: dict[str, tuple[Any, RequestKeys]] = {}
@@ -139,7 +146,12 @@ class RequestBook:
         shown, self._shown = self._shown, None
         if shown is not None and shown.request_id != request_id:
             shown = None
-        request = OpenRequest(RequestContext(request_id, params or {}), self._maker_of(shown), out=shown is None)
+        params = self.field.params(params)
+        tenant = self._tenants.of(params, _salt_of(shown))
+        if tenant and TENANT_FIELD not in params:
+            params = {**params, TENANT_FIELD: tenant}
+        context, maker = RequestContext(request_id, params, _traceparent(shown)), self._maker_of(shown, tenant or "")
+        request = OpenRequest(context, maker, out=shown is None or tenant is None)
         ahead = self._ahead.pop(request_id, None)
         if ahead is not None and ahead[0] is shown:
             request.use(ahead[1])
@@ -153,7 +165,12 @@ class RequestBook:
     def prefixes(self, shown: Any) -> Iterator[Sequence[OffloadKey]]:
         """Yield the keys by which a request of vLLM's will be looked up, if nothing has to be found out first."""
         if shown.lora_request is None:
-            keys = self._maker_of(shown)(b"")
+            try:
+                named = tenant_param(getattr(shown, "kv_transfer_params", None))
+                tenant = self._tenants.named(named, _salt_of(shown))
+            except ConfigError:  # said when it is opened
+                return
+            keys = self._maker_of(shown, tenant)(b"")
             if len(self._ahead) < _MOST_AHEAD:  # those of requests that were aborted before they were opened stay
                 self._ahead[shown.request_id] = (shown, keys)
             yield from keys.prefixes()
@@ -229,9 +246,13 @@ class RequestBook:
             request.runs.clear()
         return f"{self._weights.name}@{version}"
 
-    def _maker_of(self, shown: Any) -> Callable[[bytes], RequestKeys]:
-        hashes, salt = (shown.block_hashes, shown.cache_salt or "") if shown is not None else ((), "")
-        return partial(RequestKeys, self._groups, hashes, salt=salt)
+    def _maker_of(self, shown: Any, tenant: str) -> Callable[[bytes], RequestKeys]:
+        hashes = shown.block_hashes if shown is not None else ()
+        return partial(RequestKeys, self._groups, hashes, salt=_salt_of(shown), tenant=tenant)
+
+
+def _salt_of(shown: Any) -> str:
+    return (shown.cache_salt or "") if shown is not None else ""
 
 
 class WeightUpdates:
@@ -266,3 +287,9 @@ class WeightUpdates:
 
     def _reset(self) -> None:
         self.resets += 1
+
+
+def _traceparent(shown: Any) -> str:
+    """Return the trace context that came with vLLM's request, as its HTTP header has it."""
+    found = (getattr(shown, "trace_headers", None) or {}).get("traceparent", "")
+    return found if isinstance(found, str) else ""

@@ -10,13 +10,15 @@ imported once the release is known to be supported.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 
 from kvtiers.api import StartError
 from kvtiers.control import ControlSocket, EngineActions
-from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.kv_events.naming import EventNaming
+from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
 from kvtiers.runtime import open_manager, open_worker
 from kvtiers.status import troubles_from_the_start
 from kvtiers_vllm.compat import follow_core
@@ -26,6 +28,7 @@ from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
 from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
+from kvtiers_vllm.stack.keys import GroupKeys
 from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
 from kvtiers_vllm.stack.memory import take_memory_of
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, load_stack_config, way_in
@@ -41,6 +44,7 @@ except ImportError:
     raise
 
 if TYPE_CHECKING:
+    from kvtiers_vllm.stack.events import ChunkDescriber, VllmEvents
     from kvtiers_vllm.stack.manager import KvtiersManager
     from kvtiers_vllm.stack.worker import KvtiersWorker
 
@@ -107,6 +111,8 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             _log.warning("%s", warning)
         layout = cache_layout(identity.model, self.config, self._engine)
         shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
+        groups = group_keys(layout, self.config)
+        listener, describer = self._events(layout, groups)
         with troubles_from_the_start([tier.tier_name for tier in self._config.secondary]) as troubles:
             manager = open_manager(
                 self._config,
@@ -116,6 +122,8 @@ class KvtiersOffloadingSpec(OffloadingSpec):
                 way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
                 release=f"vLLM {vllm_version}",
                 memory=take_memory_of(self._engine.vllm_config),
+                naming=self._naming(),
+                listener=listener,
             )
             try:
                 manager.wait_ready(self._config.primary.start_deadline)
@@ -138,14 +146,34 @@ class KvtiersOffloadingSpec(OffloadingSpec):
 
         return KvtiersManager(
             manager,
-            RequestBook(group_keys(layout, self.config), weights, digests, self._config.lookup_wait),
+            RequestBook(groups, weights, digests, self._config.lookup_wait, tenants=manager.tenants),
             layout.world_size,
             steps,
             StackFigures(facts, OffloadingConnectorStats),
             close,
             core,
             alone=self._engine.is_alone,
+            describer=describer if manager.wants_descriptions else None,
+            vllm_events=listener,
         )
+
+    def _naming(self) -> EventNaming:
+        parallel = getattr(self._engine.vllm_config, "parallel_config", None)
+        rank = int(getattr(parallel, "data_parallel_index", 0) or 0)
+        return EventNaming(rank, tuple(int(group.group_id) for group in self.config.groups))
+
+    def _events(
+        self, layout: CacheLayout, groups: Mapping[int, GroupKeys]
+    ) -> "tuple[VllmEvents | None, ChunkDescriber | None]":
+        """Return what vLLM's own publisher is given, and what describes chunks, where something publishes KV events."""
+        vllms = getattr(self._engine.vllm_config, "kv_events_config", None)
+        is_vllms = bool(getattr(vllms, "enable_kv_cache_events", False))
+        if not is_vllms and self._config.events is None:
+            return None, None
+        from kvtiers_vllm.stack.events import ChunkDescriber, VllmEvents
+
+        listener = VllmEvents(self._config, layout, self._naming()) if is_vllms else None
+        return listener, ChunkDescriber(layout, groups)
 
 
 def _refuse_other_axes(vllm_config: Any) -> None:
