@@ -112,6 +112,7 @@ class ReplayResults:
     ``infinite_hits``: what a cache without bounds would have hit. ``links``: bytes and the transfers' own seconds, by
     names such as ``gpu -> primary``. ``latencies``: of ``lookup`` and ``promotion from NAME``. ``stalls``: the time
     that kvtiers took on the engine's thread, per step. ``errors``: by what went wrong, as people read it.
+    ``tenants``: ``requests``, ``references`` and ``hits`` of each tenant among them.
     ``dropped_cascades``: chunks that were not sent down, by tier; ``errors`` has them with the cause.
     ``last_troubles``: the last warning that was logged of a tier, by tier. ``own_figures``: what a tier counts itself,
     by tier, one mapping for each engine. ``warm``: there were hits of values that no request of this replay had stored,
@@ -132,6 +133,7 @@ class ReplayResults:
     tokens_saved: int = 0
     preemptions: int = 0
     wrong_bytes: int = 0
+    tenants: dict[str, dict[str, int]] = field(default_factory=dict)
     links: dict[str, Link] = field(default_factory=dict)
     over_time: OverTime = field(default_factory=OverTime)
     latencies: dict[str, Latencies] = field(default_factory=dict)

@@ -3,7 +3,8 @@
 ``timestamp`` (ms), ``input_length`` (tokens), ``hash_ids`` (one for each 512 tokens, or for each ``tokens_per_block``
 where a recording says so; an equal id means an equal whole prefix). The last id may stand for a block that is not full:
 only full blocks are replayed. ``output_length`` and the hints ``session``, ``session_ends`` and ``expects_turn_in``
-(``RequestHints``) may be missing. A last line that is cut off, as in the recording of a killed engine, is left out.
+(``RequestHints``) may be missing, as may ``tenant``: equal ids of two tenants are different prefixes, as if each had a
+salt. A last line that is cut off, as in the recording of a killed engine, is left out.
 """
 
 import gzip
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtiers.api import ConfigError
+from kvtiers.types import TENANT_FIELD
 from kvtiers_replay.workload import ReplayRequest, Workload
 
 __all__ = ["GZIP_MAGIC", "TRACE_TOKENS_PER_BLOCK", "chain_hashes", "read_trace", "trace_request"]
@@ -87,7 +89,12 @@ def trace_request(fields: dict[str, Any], tokens_per_block: int) -> ReplayReques
         raise ValueError(f"'hash_ids' has {len(ids)} entries, but {tokens} tokens have {full} full blocks")
     arrival, output = _count(fields, "timestamp", default=0) / 1000, _count(fields, "output_length", default=0)
     params = {name: fields[name] for name in _HINTS if name in fields}
-    return ReplayRequest(tokens, chain_hashes(ids[:full]), arrival, params, output)
+    tenant = fields.get("tenant", "")
+    if not isinstance(tenant, str):
+        raise ValueError(f"'tenant' is {tenant!r:.40}, not a text")  # noqa: TRY004 -- the file's mistake
+    if tenant:
+        params[TENANT_FIELD] = tenant
+    return ReplayRequest(tokens, chain_hashes(ids[:full], tenant), arrival, params, output)
 
 
 def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -97,10 +104,10 @@ def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int
     return value
 
 
-def chain_hashes(ids: list[int | str]) -> list[bytes]:
+def chain_hashes(ids: list[int | str], salt: str = "") -> list[bytes]:
     """Return the chained hash of each block, as an engine makes them of its tokens: one hash is one whole prefix."""
     hashes = []
-    before = b""
+    before = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
     for block in ids:
         before = hashlib.sha256(before + str(block).encode()).digest()
         hashes.append(before)

@@ -13,13 +13,13 @@ side by side, prefill in chunks, preemption when blocks run out, and the offload
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from kvtiers.scheduler import LoadOutcome, OffloadScheduler
-from kvtiers.types import RequestContext
+from kvtiers.types import TENANT_FIELD, RequestContext
 from kvtiers_replay.engine.block_pool import BlockPool
 from kvtiers_replay.engine.measures import Measures
 from kvtiers_replay.engine.ranks import BlockRun, Ranks, StepOrders, StepReply
@@ -166,6 +166,11 @@ class ReplayEngine:
         self._pool.release(request.block_ids[0])
         measures, hits = self._measures, request.in_pool + request.loaded
         measures.requests += 1
+        tenant = request.context.params.get(TENANT_FIELD)
+        if isinstance(tenant, str):
+            measures.by_tenant.setdefault(tenant, Counter()).update(
+                requests=1, references=len(request.block_hashes[0]), hits=hits
+            )
         measures.references += len(request.block_hashes[0])
         measures.gpu_hits += request.in_pool
         measures.loaded += request.loaded

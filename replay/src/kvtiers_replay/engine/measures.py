@@ -99,6 +99,8 @@ class Measures:
     wrong_bytes: int = 0
     seconds: float = 0.0
     interrupted: bool = False
+    by_tenant: dict[str, Counter[str]] = field(default_factory=dict)
+    """Of requests that have one: ``requests``, ``references`` and ``hits``."""
     asked: "array[float]" = field(default_factory=lambda: array("d"))
     waited: "array[float]" = field(default_factory=lambda: array("d"))
     prompts: "array[int]" = field(default_factory=lambda: array("q"))

@@ -145,6 +145,7 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         troubles,
         figures,
         engine_figures=lambda: figures_of_engine(manager.stats()),
+        stats=manager.stats,
         namespace=task.config.namespace,
         fingerprint=manager.fingerprint,
         what_if=lambda: manager.stats().get("what_if", {}),

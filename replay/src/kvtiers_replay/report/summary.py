@@ -22,6 +22,7 @@ __all__ = ["chunks_in_flight", "summarize"]
 _INTERVALS = 60
 _DROPPED = {
     "dropped_full": "chunks not stored, since the store is full",
+    "dropped_quota": "chunks not stored, since their tenant had no room under its quota",
     "dropped_refused": "chunks not stored, since a part of the store did not answer, or took no writes",
     "dropped_queue": "chunks not stored, since its queue was full",
     "dropped_shutdown": "chunks not stored, since the replay ended before their turn",
@@ -59,6 +60,7 @@ def summarize(
         tokens_saved=total("tokens_saved"),
         preemptions=total("preemptions"),
         wrong_bytes=total("wrong_bytes"),
+        tenants=_tenants(measures),
         links=_links(measures),
         over_time=_over_time([each.curve for each in measures]),
         latencies=_latencies(measures),
@@ -78,6 +80,14 @@ def summarize(
     else:
         results.verdict += _budget_advice(measures)
     return results
+
+
+def _tenants(measures: Sequence[Measures]) -> dict[str, dict[str, int]]:
+    found: dict[str, Counter[str]] = {}
+    for each in measures:
+        for tenant, counts in each.by_tenant.items():
+            found.setdefault(tenant, Counter()).update(counts)
+    return {tenant: dict(found[tenant]) for tenant in sorted(found)}
 
 
 def _budget_advice(measures: Sequence[Measures]) -> list[str]:

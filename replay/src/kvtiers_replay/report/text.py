@@ -42,6 +42,7 @@ def tables(results: ReplayResults) -> list[Table]:
     """Return all tables, those without a row left out."""
     found = [
         _hits(results),
+        _by_tenant(results),
         _over_time(results),
         _links(results),
         _times(results),
@@ -66,6 +67,14 @@ def _hits(results: ReplayResults) -> Table:
         rows.append(("preemptions", f"{results.preemptions:,}", ""))
     rows.append(("wrong bytes", f"{results.wrong_bytes:,}", ""))
     return Table(("", "number", "rate"), rows)
+
+
+def _by_tenant(results: ReplayResults) -> Table:
+    rows = [
+        (tenant, f"{of['requests']:,}", f"{of['references']:,}", percent(of["hits"], of["references"]))
+        for tenant, of in results.tenants.items()
+    ]
+    return Table(("tenant", "requests", "full blocks", "prefix hits"), rows)
 
 
 def _infinite(results: ReplayResults) -> tuple[str, str]:

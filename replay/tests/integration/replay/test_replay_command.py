@@ -66,6 +66,31 @@ def test_without_a_config_the_code_workload_runs_and_ends_with_a_table_and_a_ver
     assert "\x1b" not in done.stdout
 
 
+def test_a_trace_with_tenants_shows_that_they_share_nothing(tmp_path) -> None:
+    """Each prompt comes four times: of blue, of red, of blue, of none; only the third finds anything."""
+    trace, config = tmp_path / "trace.jsonl", tmp_path / "tiers.yaml"
+    with trace.open("w", encoding="utf-8") as lines:
+        for number, tenant in enumerate(["blue", "red", "blue", ""] * 5):
+            ids = [f"{number // 4}.{place}" for place in range(4)]
+            fields = {"timestamp": number, "input_length": 4 * 512 + 1, "hash_ids": ids}
+            lines.write(json.dumps(fields | ({"tenant": tenant} if tenant else {})) + "\n")
+    disk = f"{{type: fs, path: {tmp_path / 'fs'}, capacity: 64MiB, min_free: 0}}"
+    waits = "lookup_wait: 30s\nload_wait: 30s\n"
+    config.write_text(f"version: 1\nprimary: {{capacity: 4MiB}}\ntenants: {{}}\nsecondary: [{disk}]\n{waits}")
+    done = run("--config", config, "--trace", trace, *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["tenants"] == {
+        "blue": {"requests": 10, "references": 40, "hits": 20},
+        "red": {"requests": 5, "references": 20, "hits": 0},
+    }
+    assert figures["prefix_hits"] == 20
+    counted = CliRunner().invoke(cli, ["store", "du", "fs", "--config", str(config), "--by", "tenant", "--json"])
+    of = {each["tenant"]: each["values"] for each in json.loads(counted.stdout)["tenants"]}
+    assert of == {"blue": 20, "red": 20}
+    assert json.loads(counted.stdout)["total"]["values"] == 60
+
+
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 16,
     "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16",
