@@ -487,7 +487,7 @@ def mooncake_tier(folder, _s3):
     with contextlib.ExitStack() as stack:
         master = pool.Master(folder / "master").start()
         stack.callback(master.kill)
-        stack.callback(pool.SegmentOwner(master.address, 256 << 20).kill)
+        stack.callback(pool.SegmentOwner(master.address, 1 << 30).kill)
         store = MooncakeStore(MooncakeConfig(type="mooncake", master=master.address), region=memoryview(b""))
         stack.callback(store.close)
         objects = PoolObjects(store)

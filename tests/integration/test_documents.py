@@ -1,5 +1,6 @@
 """What the documents give people to copy is right: examples run, configs are valid."""
 
+import base64
 import os
 import re
 import subprocess
@@ -39,12 +40,15 @@ def test_a_config_in_a_document_is_valid(text, tmp_path, monkeypatch):
     for variable in VARIABLE.findall(text):
         monkeypatch.setenv(variable, "a-secret")
     for path in set(SECRET_FILE.findall(text)):
-        (tmp_path / Path(path).name).write_text("a-secret", encoding="utf-8")
+        secret = base64.b64encode(os.urandom(32)).decode() if path.endswith(".key") else "a-secret"
+        (tmp_path / Path(path).name).write_text(secret, encoding="utf-8")
         text = text.replace(path, str(tmp_path / Path(path).name))
     # A part of a config is shown where the rest does not matter.
     head = "" if "version:" in text else "version: 1\n"
     rest = "" if "primary:" in text else "primary: {capacity: 1GiB}\n"
     tiers = "secondary:\n" if text.lstrip().startswith("- ") else ""
+    if not tiers and "secondary:" not in text:
+        tiers = "secondary: [{type: memory, capacity: 1GiB}]\n"
     file.write_text(head + rest + tiers + text, encoding="utf-8")
     assert load_config(file).secondary
 

@@ -4,10 +4,12 @@ from pathlib import Path
 from kvtiers import __version__
 from kvtiers.api import API_VERSION
 from kvtiers.control import CONTROL_FORMAT
+from kvtiers.encryption.seal import ENCRYPTED_SEAL_FORMAT
 from kvtiers.host.wire import PROTOCOL_FORMAT
 from kvtiers.layout.cache_layout import FINGERPRINT_FORMAT
+from kvtiers.layout.compressed_value import COMPRESSED_FORMAT
 from kvtiers.layout.seal import SEAL_FORMAT
-from kvtiers.layout.storage_name import NAME_FORMAT
+from kvtiers.layout.storage_name import KEYED_NAME_FORMAT, NAME_FORMAT
 from kvtiers.region.handshake import HANDSHAKE_VERSION
 from kvtiers.scheduler.block_hash import BLOCK_HASH_ALGORITHM
 from kvtiers_fs.root import FORMAT as DIRECTORY_FORMAT
@@ -17,7 +19,10 @@ from kvtiers_vllm.stack.keys import REQUEST_KEY_FORMAT
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = {
     "storage name": NAME_FORMAT,
+    "storage name of an encrypted value": KEYED_NAME_FORMAT,
     "seal": SEAL_FORMAT,
+    "compressed value": COMPRESSED_FORMAT,
+    "seal of an encrypted value": ENCRYPTED_SEAL_FORMAT,
     "fingerprint": FINGERPRINT_FORMAT,
     "block hash": int(BLOCK_HASH_ALGORITHM.rpartition("-")[2]),
     "keys of requests with an adapter or a salt, in vLLM": REQUEST_KEY_FORMAT,

@@ -24,8 +24,8 @@ from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
-S3_SERVER = HERE.parents[1] / "plugins/s3_tier/tests/trivial.py"
-REDIS_SERVERS = HERE.parents[1] / "plugins/redis_tier/tests/servers.py"
+PLUGINS = HERE.parents[1] / "plugins"
+S3_SERVER = PLUGINS / "s3_tier/tests/trivial.py"
 MARK = "KVTIERS_SOAK"
 STALL = 0.050
 SILENCE = 30.0
@@ -34,12 +34,19 @@ PARTS = {
     "redis": "no redis-server here",
     "sentinel": "no redis-sentinel here",
     "full-disk": "no file system may be mounted here",
+    "azure": "no Azurite here: 'make emulators'",
 }
 LONG = 120.0
 """Seconds of a soak after which each tier kind must have been loaded from."""
 PRIMARY = {"capacity": "8MiB", "prefault": False}
 WAITS = {"lookup_wait": "50ms", "load_wait": "300ms"}
-KINDS = {"memory", "fs", "liar", "managed-liar", "redis", "sentinel", "cluster", "s3"}
+KINDS = {
+    *("memory", "fs", "slab", "liar", "managed-liar", "redis", "sentinel", "cluster", "s3", "gcs", "azure", "mooncake"),
+}
+AT_ONCE = 6
+"""Tiers of one engine. Each kind has its turn before one has a second: in five minutes in some five engines of ten."""
+BUCKET = {"timeout": "1s", "threads": 4}
+SLAB = {"capacity": "8MiB", "min_free": 0}
 MANAGED = {"deadline": "2s"}
 QUICK = {"deadline": "2s", "grace": "500ms", "breaker": {"delay": "100ms", "max_delay": "1s"}}
 
@@ -76,9 +83,9 @@ class Redis(Server):
         return {"type": "redis", "url": f"redis://127.0.0.1:{self.port}", "timeout": "1s"}
 
 
-def redis_servers():
-    """Return the module of the Redis tier's own tests that starts its servers."""
-    spec = importlib.util.spec_from_file_location("redis_servers", REDIS_SERVERS)
+def servers_of(path):
+    """Return the module of a tier's own tests that starts its servers."""
+    spec = importlib.util.spec_from_file_location(f"soak_{path.replace('/', '_')}", PLUGINS / f"{path}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -91,7 +98,7 @@ class Sentinel:
     """
 
     def __init__(self, folder):
-        self._all = redis_servers().Sentinels(folder / "sentinel").start()
+        self._all = servers_of("redis_tier/tests/servers").Sentinels(folder / "sentinel").start()
 
     @property
     def process(self):
@@ -118,7 +125,7 @@ class Cluster:
     """
 
     def __init__(self, folder):
-        self._all = redis_servers().Cluster(folder / "cluster", replicas=1).start()
+        self._all = servers_of("redis_tier/tests/servers").Cluster(folder / "cluster", replicas=1).start()
         self._ended = self._all.nodes[0]
 
     @property
@@ -147,6 +154,74 @@ class S3(Server):
     def tier(self):
         where = {"endpoint": f"http://127.0.0.1:{self.port}", "bucket": "bucket", "region": "us-east-1"}
         return {"type": "s3", **where, "access_key": "a", "secret_key": "b", "timeout": "1s", "threads": 4}
+
+
+class Emulator:
+    """An emulator of an object store, started again with what it has kept. It is the tier's tests' own."""
+
+    def __init__(self, path, name, number):
+        self._module = servers_of(path)
+        self._all = getattr(self._module, name)(keeps=True).__enter__()
+        self._number = number
+
+    @property
+    def process(self):
+        return self._number(self._all)
+
+    def start(self):
+        self._all.start()
+
+    def end(self):
+        self._all.stop()
+
+    def close(self):
+        self._all.__exit__()
+
+
+class Gcs(Emulator):
+    def __init__(self, _folder):
+        super().__init__("gcs_tier/tests/servers", "FakeGcs", lambda all_: random.choice(all_._processes))
+        self._bucket = self._module.new_bucket(self._all.endpoint)
+
+    def tier(self):
+        return {"type": "gcs", "endpoint": self._all.endpoint, "bucket": self._bucket, "anonymous": True} | BUCKET
+
+
+class Azure(Emulator):
+    def __init__(self, _folder):
+        super().__init__("azure_tier/tests/servers", "Azurite", lambda all_: all_._process)
+        self._container = self._module.new_container(self._all.endpoint)
+
+    def tier(self):
+        account = {"account": self._module.ACCOUNT, "account_key": self._module.ACCOUNT_KEY}
+        where = {"endpoint": self._all.endpoint, "container": self._container}
+        return {"type": "azure", **where, **account} | BUCKET
+
+
+class Mooncake:
+    """A pool: its master, which is ``process``, and a process that has a segment. It is the tier's tests' own."""
+
+    def __init__(self, folder):
+        pool = servers_of("mooncake_tier/tests/pool")
+        self._master = pool.Master(folder / "mooncake").start()
+        self._owner = pool.SegmentOwner(self._master.address, 64 << 20)
+
+    @property
+    def process(self):
+        return self._master._process
+
+    def start(self):
+        self._master.start()
+
+    def end(self):
+        self._master.kill()
+
+    def close(self):
+        self._master.kill()
+        self._owner.kill()
+
+    def tier(self):
+        return {"type": "mooncake", "master": self._master.address}
 
 
 class Disk:
@@ -239,7 +314,10 @@ class Soak:
         self.redis = Redis(folder) if shutil.which("redis-server") else None
         self.sentinel = Sentinel(folder) if self.redis and shutil.which("redis-sentinel") else None
         self.cluster = Cluster(folder) if self.redis else None
-        self.servers = [server for server in (self.redis, self.sentinel, self.cluster, S3(folder)) if server]
+        self.azure = Azure(folder) if has_azurite() else None
+        some = self.redis, self.sentinel, self.cluster, self.azure, S3(folder), Gcs(folder), Mooncake(folder)
+        self.servers = [server for server in some if server]
+        self.deck = []
         self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self._install_liar()}
 
     def _install_liar(self):
@@ -260,11 +338,18 @@ class Soak:
         tiers = [
             {"type": "memory", "capacity": "8MiB", "io": "process"},
             {"type": "fs", "path": str(self.disk.path / "values"), "capacity": "1GiB", "min_free": 0},
+            {"type": "fs", "name": "slab", "layout": "slab", "path": str(self.disk.path / "slab"), **SLAB},
             {"type": "liar", "root": str(liar)},
             {"type": "managed-liar", "max_blocks": 200},
         ]
         tiers += [server.tier() for server in self.servers]
-        self.random.shuffle(tiers)
+        tiers = {tier.get("name", tier["type"]): tier for tier in tiers}
+        while len(self.deck) < AT_ONCE:
+            again = [name for name in tiers if name not in self.deck]
+            self.random.shuffle(again)
+            self.deck += again
+        now, self.deck = self.deck[:AT_ONCE], self.deck[AT_ONCE:]
+        tiers = [tiers[name] for name in now]
         return [(MANAGED if tier["type"] == "managed-liar" else QUICK) | tier for tier in tiers]
 
     # -- what is done to it
@@ -440,9 +525,20 @@ def report(soak, left, without=()):
     return int(failed)
 
 
+def has_azurite():
+    """Return whether Azurite is installed here."""
+    try:
+        servers_of("azure_tier/tests/servers")._command()
+    except RuntimeError:
+        return False
+    return True
+
+
 def not_done(soak):
     """Return the parts that could not run here."""
-    ran = {"redis": soak.redis, "sentinel": soak.sentinel, "full-disk": soak.disk.is_mounted}
+    ran = {
+        "redis": soak.redis, "sentinel": soak.sentinel, "full-disk": soak.disk.is_mounted, "azure": soak.azure,
+    }  # fmt: skip
     return [part for part, it in ran.items() if not it]
 
 

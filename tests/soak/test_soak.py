@@ -34,6 +34,7 @@ def run(**changed):
         "stuck": [],
         "redis": True,
         "sentinel": True,
+        "azure": True,
         "disk": SimpleNamespace(is_mounted=True),
     }
     return SimpleNamespace(**ran | changed)

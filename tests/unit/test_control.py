@@ -28,7 +28,11 @@ from kvtiers.control import (
 
 from .tiering.harness import Bench, chain
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "control-1.json").read_text("utf-8"))
+GOLDEN = [
+    case
+    for name in ("control-1", "control-1-warm-up")
+    for case in json.loads((Path(__file__).parents[1] / "golden" / f"{name}.json").read_text("utf-8"))
+]
 
 
 @pytest.fixture
@@ -143,8 +147,15 @@ def line(**changes):
         (line(tier="b"), "there is no tier 'b'; this engine has a"),
         (line(force=True), "this engine's release has no argument 'force'"),
         (b"x" * 70_000, "a command of more than 65536 bytes"),
+        (line(action="warm-keys", tier=..., to=..., id=1.5), "'id' is 1.5; expected a whole number"),
+        (line(action="warm-keys", tier=..., to=..., id=1, prefixes=7), "'prefixes' is no list of lists of keys"),
+        (line(action="warm-keys", tier=..., to=..., id=1, prefixes=[["0"]]), "'prefixes' is no list of lists of"),
+        (line(action="warm-keys", tier=..., to=..., id=1, prefixes=[], last=1), "'last' is 1; expected true or false"),
+        (line(action="warm-keys", tier=..., to=..., id=9, prefixes=[]), "there is no warm-up 9: it is over, or"),
+        (line(action="warm", tier="b", to=...), "there is no tier 'b'; this engine has a"),
         (line(action="clear", tier=..., to=...), "give one of fingerprint, model and tenant; nothing was changed"),
-        (line(action="clear", tier=..., to=..., tenant="x"), "names have no tenants in this release, so no chunk is"),
+        (line(action="clear", tier=..., to=..., tenant="x"), "this engine's config has no 'tenants', so no chunk is"),
+        (line(action="clear", tier=..., to=..., tenant="X"), "tenant 'X' cannot be used; expected 1 to 64 of a-z"),
         (line(action="clear", tier=..., to=..., model="other"), "this engine's model is 'some-org/model', not 'other'"),
     ],
 )

@@ -5,7 +5,15 @@ import pytest
 from tests.unit.test_runtime import KEYS, LAYOUT
 
 import kvtiers
-from kvtiers.types import NO_HINTS, RequestContext, RequestHints, request_hints
+from kvtiers.types import (
+    NO_HINTS,
+    NO_RETENTION,
+    RequestContext,
+    RequestHints,
+    Retention,
+    request_hints,
+    retention_of,
+)
 
 
 def test_each_hint_is_read_by_its_name():
@@ -62,3 +70,39 @@ def test_whatever_numbers_a_client_sends_its_request_begins_and_ends(eviction):
     finally:
         worker.shutdown()
         manager.shutdown(1.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "found"),
+    [
+        ({"ttl": "1h"}, Retention("normal", 3600.0)),
+        ({"ttl": 90, "priority": "high"}, Retention("high", 90.0)),
+        ({"priority": "high"}, Retention("high", 600.0)),
+        ({"priority": "high", "ttl": "soon"}, Retention("high", 600.0)),
+        ({"priority": "low"}, Retention("low", 0.0)),
+        ({"priority": "low", "ttl": "1h"}, Retention("low", 0.0)),
+        ({"ttl": 10**400}, Retention("normal", 86_400.0)),
+        ({"ttl": "30d"}, Retention("normal", 86_400.0)),
+    ],
+)
+def test_how_long_a_prompt_is_to_stay_is_read_and_clipped(params, found):
+    assert retention_of(params) == found
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"priority": "normal"},
+        {"priority": 7, "ttl": True},
+        {"priority": ["high"], "ttl": -1},
+        {"ttl": 0},
+        {"ttl": float("nan")},
+        {"ttl": float("inf")},
+        {"ttl": "1 fortnight"},
+        {"ttl": "1" * 10_000_000},
+        {"ttl": {"h": 1}},
+    ],
+)
+def test_what_is_no_retention_is_absent(params):
+    assert retention_of(params) is NO_RETENTION

@@ -1,6 +1,8 @@
 """Figures: how they are counted, and how they look in Prometheus."""
 
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -9,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtiers import metrics
 from kvtiers.metrics import EngineMetrics, Histogram, TierMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_histogram_counts_by_powers_of_two_seconds():
@@ -176,3 +180,41 @@ def test_a_collector_can_be_taken_out_again():
     registry.unregister(collector)
     metrics.export(figures, registry)
     assert generate_latest(registry)
+
+
+def test_the_page_of_all_metrics_is_what_the_code_counts():
+    spec = importlib.util.spec_from_file_location("metric_tables", ROOT / "tools" / "metric_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = tables.PAGE.read_text(encoding="utf-8")
+    assert text == tables.page(), "run: python tools/metric_tables.py --write"
+    assert "kvtiers_tier_hits_total" in text
+
+
+def test_each_name_follows_the_documented_scheme():
+    for each in metrics.described():
+        assert re.fullmatch(r"kvtiers_(primary_|tier_|client_|what_if_)?[a-z_]+", each.name), each
+        assert not re.search(r"_(ms|millis|us|kb|kib|mb|mib|gb|gib|total|count|sum|bucket)$", each.name), each
+        assert each.type != "histogram" or each.name.endswith("_seconds"), each
+        unit = re.match(r"(?:Processor )?(seconds|bytes) ", each.help, re.IGNORECASE)
+        assert (unit[1].lower() if unit else "") == (each.name.rpartition("_")[2] if unit else ""), each
+        assert bool(unit) == each.name.endswith(("_seconds", "_bytes")), each
+
+
+def test_what_is_described_is_what_is_exported_by_name_and_type():
+    tier = TierMetrics().as_data() | {"own": dict.fromkeys(set(metrics.TIER_HELP).difference(TierMetrics.__slots__), 1)}
+    rates = {
+        "hit_rates": {"lru": {"1": 0.1}},
+        "adds": {"fs": 0.1},
+        "infinite": 1,
+        "sampled": 1,
+        "chunks": 1,
+        "dropped": 1,
+    }
+    stats = {
+        "engine": EngineMetrics().as_data(), "primary": dict.fromkeys(metrics.PRIMARY_HELP, 1), "tiers": {"fs": tier},
+        "what_if": rates | {"seconds": 1},
+    }  # fmt: skip
+    families, _ = scraped(stats)
+    kinds = {each.name: (each.type, each.help) for each in metrics.described() if each.part != "client"}
+    assert {name: (family.type, family.documentation) for name, family in families.items()} == kinds

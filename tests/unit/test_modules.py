@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = 80
 OF_ITS_OWN = {
     "kvtiers.testing.killed_writer": "a program of its own, which the kit kills",
+    "kvtiers.cli.store.proof": "what a deletion's proof looks at; commands.py has the command line",
     "kvtiers_example.memory_store": "the template for a store: the entry point imports it late, in the tier host alone",
     "kvtiers_replay.rag_workload": "a workload, as the others beside it; benchmarks import it, too",
     "kvtiers_azure.failures": "what Azure says, as the other services' failures",
@@ -19,7 +20,6 @@ OF_ITS_OWN = {
     "kvtiers_objectstore.speed": "`kvtiers check` alone imports it, late",
     "kvtiers_s3.diagnosis": "`kvtiers check` alone imports it, late",
     "kvtiers_s3.store": "the entry point imports it late, in the tier host alone",
-    "kvtiers_s3.boto3_client": "needs an optional library, so it is imported where that is chosen",
 }
 
 

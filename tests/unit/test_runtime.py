@@ -337,3 +337,27 @@ def test_a_worker_pins_at_the_pace_that_its_config_says(primary, share, seconds)
     loaded = load_config(config(primary={"capacity": "1MiB", **primary}))
     settings = runtime._copying(loaded, None)
     assert (settings.pin_share, settings.pin_seconds) == (share, seconds)
+
+
+def test_a_tenants_share_of_the_config_is_kept_for_it_in_the_engine():
+    rows = {"primary": {"capacity": f"{20 * LAYOUT.row_stride}"}}
+    with running(config(**rows, tenants={"named": {"blue": {"share": "25%"}}})) as (manager, _, _):
+        total = manager.stats()["primary"]["rows"]
+
+        def store(tenant, count, name):
+            keys = [make_offload_key(b"%d" % number, 0, tenant) for number in range(count)]
+            context = RequestContext(name, {"kvtiers_tenant": tenant} if tenant else {})
+            assert manager.tenant_of(context) == tenant
+            plan = manager.prepare_store(keys, context)
+            manager.complete_store(plan)
+            manager.on_request_finished(context)
+            manager.on_schedule_end()
+            return keys, plan.evicted
+
+        blue, _ = store("blue", total // 4, "a")
+        _, evicted = store("", total - total // 4, "b")
+        assert not evicted
+        more = [make_offload_key(b"more %d" % number, 0) for number in range(total // 2)]
+        plan = manager.prepare_store(more, RequestContext("c"))
+        assert len(plan.evicted) == total // 2
+        assert not set(blue) & set(plan.evicted), "the coldest are blue's, and stay"

@@ -485,3 +485,31 @@ def test_the_budget_that_costs_hits_is_named_with_what_to_change(serve):
         "'all_tiers'), or raise 'primary.capacity'"
     )
     assert f"  fs: {said_of_it['budget']}\n" in shown
+
+
+EVENTS = {"endpoint": "tcp://*:5557", "error": "", "batches": 1234, "chunks": 56789, "dropped_chunks": 0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({}, "KV events: tcp://*:5557, 1,234 batches of 56,789 chunks, none dropped"),
+        (
+            {"dropped_chunks": 7},
+            (
+                "KV events: tcp://*:5557, 1,234 batches of 56,789 chunks; 7 chunks' events were dropped: raise "
+                "'events.max_waiting'"
+            ),
+        ),
+        ({"error": "tcp://*:5557: it is in use"}, "KV events: none are published: tcp://*:5557: it is in use"),
+    ],
+)
+def test_an_engine_says_whether_its_kv_events_are_published(serve, changed, line):
+    serve(answer(fs=TIER) | {"events": EVENTS | changed})
+    assert f"  {line}\n" in CliRunner().invoke(cli, ["status"]).output
+
+
+@pytest.mark.parametrize("events", [[], {"endpoint": 5}, EVENTS | {"batches": "many"}])
+def test_a_report_of_kv_events_that_is_none_is_no_engine_s_answer(serve, events):
+    serve(answer(fs=TIER) | {"events": events})
+    assert "no engine's answer" in CliRunner().invoke(cli, ["status"]).output

@@ -4,6 +4,8 @@
 
 import json
 import re
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -272,3 +274,24 @@ def test_a_backend_that_hangs_is_a_line_and_the_command_ends(distributions, conf
     assert "no answer within 5s while being opened. Fix: " in line
     assert PROBED in done.stdout
     assert done.stderr == ""
+
+
+def test_the_endpoints_of_kv_events_are_tried_and_what_is_missing_is_said(run, config, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        file = Path(config())
+
+        def check(events):
+            file.write_text(f"version: 1\nprimary: {{capacity: 1MiB}}\nevents: {events}\n", encoding="utf-8")
+            lines = [line for line in run("check", str(file)).stdout.splitlines() if " events " in line]
+            assert len(lines) == 1
+            return lines[0].strip()
+
+        assert check(f"{{endpoint: '{endpoint}', bind: true}}").startswith("warning")
+        assert "it is in use" in check(f"{{endpoint: '{endpoint}', bind: true}}")
+        assert check("{endpoint: 'tcp://127.0.0.1:0', bind: true}").startswith("ok")
+    monkeypatch.setattr("kvtiers.kv_events.open.find_spec", lambda name: None)
+    assert check("{}").startswith("error")
+    assert "pip install 'kvtiers[events]'" in check("{}")

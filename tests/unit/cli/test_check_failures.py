@@ -13,6 +13,9 @@ def reads_in_pieces(self, nbytes): return True
 def read_pieces(self, name, nbytes):
     value = self.values.get(name, b"")
     return [value[:5000], value[5000:]] if len(value) == nbytes else None
+def read_any_into(self, names, dsts):
+    lengths = [len(self.values.get(n, b"")) for n in names]
+    return [nbytes if self.read_into(n, d[:nbytes]) else 0 for n, d, nbytes in zip(names, dsts, lengths)]
 def list(self, prefix): return [StoreEntry(n, len(v)) for n, v in self.values.items() if n.startswith(prefix)]
 def stats(self): return {"held": len(self.values)}
 def diagnose(self, value_bytes): return [Finding("ok", "all well")]
@@ -34,12 +37,37 @@ def close(self): Path("{tmp_path}/left").write_text(str(list(self.values)))
         "wrote, read back, compared and deleted 2MiB",
         "several values in one call: wrote, read back and compared two",
         "values in pieces: read one and compared it",
+        "values of any length: read one and compared it",
         "listing: found the probe value",
         "figures of its own: 1",
         "all well",
     ):
         assert said in result.stdout
     assert (tmp_path / "left").read_text() == "[]"
+
+
+def test_compression_over_a_store_that_cannot_have_it_is_one_error(run, config, store):
+    result = run("check", config(f"{{type: {store()}, compression: zstd}}"))
+    assert result.exit_code == 1, result.output
+    (line,) = errors(result)
+    assert "Mine has no read_any_into() (SupportsAnyLength); set 'compression: none'" in line
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("None", "returned None for 1 names"),
+        ("[4097] * len(names)", "answered 4097"),
+        ("[True]", "answered True"),
+        ("[0]", "gave [0], expected [4096]"),
+    ],
+)
+def test_wrong_lengths_are_one_error(run, config, store, answer, said):
+    body = f"def read_any_into(self, names, dsts): return {answer}"
+    result = run("check", config(f"{{type: {store(body)}}}"), "--value-bytes", "4096")
+    assert result.exit_code == 1, result.output
+    (line,) = errors(result)
+    assert said in line
 
 
 @pytest.mark.parametrize(
@@ -95,6 +123,13 @@ def test_what_an_ability_gets_wrong_is_one_line(run, config, store, body, said):
     (line,) = errors(result)
     assert said in line
     assert ". Fix: " in line
+
+
+def test_quotas_over_a_store_that_cannot_list_are_one_error(run, config, store):
+    result = run("check", config(f"{{type: {store()}, quotas: {{blue: 1GiB}}}}", more="tenants: {}\n"))
+    assert result.exit_code == 1, result.output
+    (line,) = errors(result)
+    assert "its store, Mine, cannot list what it holds, so no tenant's quota can be kept in it" in line
 
 
 def test_half_an_ability_is_an_error(run, config, store):

@@ -1,6 +1,8 @@
 """The doctor of the machine, on machines that are a tree of files."""
 
 import resource
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -260,3 +262,30 @@ def test_a_primary_of_less_than_a_few_chunks_of_a_small_model_is_a_warning_with_
 
 def test_a_primary_of_a_few_chunks_is_none(machine):
     assert bad(examine(config("768KiB"), machine())) == []
+
+
+def traced(**tracing):
+    return load_config({"version": 1, "primary": {"capacity": "1GiB"}, "tracing": tracing})
+
+
+def test_tracing_whose_receiver_is_there_is_well(machine):
+    with socket.create_server(("127.0.0.1", 0)) as receiver:
+        url = f"http://127.0.0.1:{receiver.getsockname()[1]}/v1/traces"
+        findings = examine(traced(sample=0.01, endpoint=url), machine())
+    assert bad(findings) == []
+    assert "tracing: 1 % of the requests without a trace context are in the sample" in {f.text for f in findings}
+
+
+def test_a_receiver_of_spans_that_cannot_be_reached_is_a_warning(machine):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1/traces"
+    (finding,) = bad(examine(traced(endpoint=url), machine()))
+    assert finding.level == "warning"
+    assert finding.text.startswith(f"tracing: {url} cannot be reached (")
+
+
+def test_tracing_without_the_extra_is_an_error(machine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    (finding,) = bad(examine(traced(), machine()))
+    assert finding.level == "error"
+    assert finding.fix == "pip install 'kvtiers[otel]', or remove 'tracing'"

@@ -2,14 +2,19 @@
 
 import json
 import os
+import random
 import re
+import sys
 import threading
 import time
 
 import pytest
 
+from kvtiers.api import make_offload_key
+from kvtiers.cli.store import verify
+from kvtiers.host.compressed_store import compressed_store
 from kvtiers.layout.fingerprint_record import write_layout
-from kvtiers.layout.seal import seal_value
+from kvtiers.layout.seal import SEAL_FORMAT, seal_value
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.paths import place_of
@@ -38,9 +43,9 @@ class Disk:
 
     open = FsStore
 
-    def put(self, number, *, namespace="prod", model=LLAMA, pages=1, age=0.0):
+    def put(self, number, *, namespace="prod", model=LLAMA, pages=1, age=0.0, tenant=""):
         names = names_of(namespace, model)
-        name = names.name(number.to_bytes(8, "big") + bytes(4))
+        name = names.name(make_offload_key(number.to_bytes(8, "big"), 0, tenant))
         value = memoryview(bytearray(bytes([number]) * (4096 * pages)))
         seal_value(value, len(value) - 100, name, names.layout_id)
         self.store.write(name, value)
@@ -124,6 +129,59 @@ def kvtiers(run, file):
         return result
 
     return invoke
+
+
+# -- compressed values
+
+
+def put_compressed(disk, number, pages=16):
+    """A value as a tier with compression stores it."""
+    names = names_of("prod", LLAMA)
+    name = names.name(number.to_bytes(8, "big") + bytes(4))
+    value = memoryview(bytearray(random.Random(number).choices(range(3, 9), k=4096 * pages)))
+    seal_value(value, len(value) - 100, name, names.layout_id)
+    compressed_store(disk.store, "zstd").write(name, value)
+    return name
+
+
+def test_compressed_values_are_verified_counted_and_pruned_like_others(kvtiers, disk):
+    names = [put_compressed(disk, number) for number in range(3)]
+    disk.put(9)
+    document = {"release": "vLLM 0.32.0", "groups": [{"value_bytes": 4096 * 16}]}
+    write_layout(disk.store, names_of("prod", LLAMA), json.dumps(document))
+    found = json.loads(kvtiers("du", "--json").stdout)["models"][0]
+    assert found["values"] == 4
+    assert found["bytes"] < 3 * 4096 * 8 < found["uncompressed_bytes"] == 4 * 4096 * 16
+    assert ": compressed from 256KiB to " in kvtiers("du").stdout
+    assert json.loads(kvtiers("verify", "--json").stdout)["ok"]["values"] == 4
+    disk.change(names[0], 3000, 0x20)
+    disk.change(names[1], 8, 2)  # another format
+    found = json.loads(kvtiers("verify", "--json", "--delete-damaged", status=1).stdout)
+    assert found["damaged_names"] == names[:1]
+    assert (found["ok"]["values"], found["foreign"]["values"], found["deleted"]) == (2, 1, 1)
+    kvtiers("prune", "--other-formats")
+    assert json.loads(kvtiers("verify", "--json").stdout)["ok"]["values"] == len(disk.names()) - 2 == 2
+
+
+def test_a_compressed_value_that_says_it_is_huge_is_damaged_and_not_read(kvtiers, disk):
+    name = put_compressed(disk, 1)
+    content = bytearray(disk.get(name))
+    content[16:24] = (1 << 50).to_bytes(8, "little")
+    disk.set(name, bytes(content))
+    assert json.loads(kvtiers("verify", "--json", status=1).stdout)["damaged_names"] == [name]
+
+
+def test_without_the_library_a_compressed_value_cannot_be_read_and_a_line_says_what_to_install(
+    kvtiers, disk, monkeypatch
+):
+    put_compressed(disk, 1)
+    disk.put(2)
+    verify._compressor.cache_clear()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    done = kvtiers("verify", status=1)
+    assert "pip install 'kvtiers[compression]'" in done.stderr
+    assert re.search(r"^ *unreadable +1 ", done.stdout, re.MULTILINE)
+    verify._compressor.cache_clear()
 
 
 # -- du and ls
@@ -325,6 +383,96 @@ def test_prune_finds_other_formats_by_name_and_by_seal_and_leaves_damage_alone(k
     found = json.loads(kvtiers("prune", "--other-formats", "--json").stdout)
     assert found["total"]["values"] == 3
     assert disk.names() == sorted(name for name, verdict in expected.items() if verdict != "foreign")
+
+
+@pytest.mark.parametrize("options", [("--older-format",), ("--older-format", "--other-formats")])
+def test_prune_finds_older_formats_alone_whatever_else_is_given(kvtiers, disk, options):
+    names = fill(disk)
+    newer, older = disk.put(7), disk.put(8)
+    disk.change(newer, 4096 - 64 + 8, SEAL_FORMAT ^ (SEAL_FORMAT + 1))
+    disk.change(older, 4096 - 64 + 8, SEAL_FORMAT ^ (SEAL_FORMAT - 1))
+    assert json.loads(kvtiers("prune", *options, "--json").stdout)["total"]["values"] == 1
+    assert disk.names() == sorted([*names.values(), newer])
+
+
+def fill_tenants(disk):
+    return {
+        "none": disk.put(1),
+        "blue": disk.put(1, tenant="blue", age=DAY),
+        "blues": disk.put(1, tenant="blues"),
+        "qwen": disk.put(2, tenant="blue", model=QWEN, pages=2),
+        "test": disk.put(1, tenant="blue", namespace="test"),
+    }
+
+
+def test_du_counts_by_tenant(kvtiers, disk):
+    fill_tenants(disk)
+    found = json.loads(kvtiers("du", "--by", "tenant", "--json").stdout)
+    assert [(t["namespace"], t["tenant"], t["values"], t["bytes"]) for t in found["tenants"]] == [
+        ("prod", "blue", 2, 3 * 4096),
+        ("prod", "blues", 1, 4096),
+        ("test", "blue", 1, 4096),
+    ]
+    lines = [line.split() for line in kvtiers("du", "--by", "tenant").stdout.splitlines()]
+    assert lines[0] == ["namespace", "tenant", "values", "bytes", "oldest", "newest"]
+    assert [line[:3] for line in lines[1:6]] == [
+        ["prod", "-", "1"],
+        ["prod", "blue", "2"],
+        ["prod", "blues", "1"],
+        ["test", "blue", "1"],
+        ["total", "5", "24KiB"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "gone"), [((), {"blue", "qwen", "test"}), (("--namespace", "prod"), {"blue", "qwen"})]
+)
+def test_a_tenants_values_go_and_no_others_and_the_proof_says_so(kvtiers, disk, options, gone):
+    names = fill_tenants(disk)
+    shown = kvtiers("ls", "--tenant", "blue", *options).stdout
+    assert {name for name in names.values() if name in shown} == {names[which] for which in gone}
+    done = kvtiers("prune", "--tenant", "blue", "--verify", *options).stdout
+    assert f"proof: listed again: 0 values; read again: 0 of {len(gone)} values" in done
+    assert disk.names() == sorted(name for which, name in names.items() if which not in gone)
+
+
+def test_a_delete_that_deletes_nothing_is_no_proof(kvtiers, disk, monkeypatch):
+    names = fill_tenants(disk)
+    monkeypatch.setattr(type(disk.store), "delete", lambda _self, _names: None)
+    done = kvtiers("prune", "--tenant", "blue", "--verify", "--json", status=1)
+    proof = json.loads(done.stdout)["proof"]
+    assert proof == {"holds": False, "listed": 3, "asked": 3, "found": 3, "error": ""}
+    done = kvtiers("prune", "--tenant", "blue", "--verify", status=1).stdout
+    assert "no proof: listed again: 3 values; read again: 3 of 3 values; such as " in done
+    assert len(disk.names()) == len(names)
+
+
+def test_a_value_that_is_not_listed_but_can_still_be_read_is_no_proof(kvtiers, disk, monkeypatch):
+    fill_tenants(disk)
+    kind = type(disk.store)
+    monkeypatch.setattr(kind, "exists", lambda _self, names: [False] * len(names))
+    monkeypatch.setattr(kind, "read_into", lambda _self, name, dst: True)
+    assert "read again: 3 of 3 values" in kvtiers("prune", "--tenant", "blue", "--verify", status=1).stdout
+
+
+def test_a_store_that_fails_when_it_is_read_again_is_no_proof(kvtiers, disk, monkeypatch):
+    fill_tenants(disk)
+
+    def fail(_self, _names):
+        raise OSError("the disk is on fire")
+
+    monkeypatch.setattr(type(disk.store), "exists", fail)
+    done = kvtiers("prune", "--tenant", "blue", "--verify", status=1).stdout
+    assert "no proof: listed again: 0 values; read again: 0 of 0 values; the store failed: OSError: the disk" in done
+
+
+@pytest.mark.parametrize("options", [("--dry-run",), ("--to-size", "1KiB"), ("--older-format",)])
+def test_a_proof_is_for_values_that_all_go(kvtiers, disk, options):
+    assert "leave out --dry-run" in kvtiers("prune", "--tenant", "blue", "--verify", *options, status=2).stderr
+
+
+def test_what_can_be_no_tenant_is_refused(kvtiers, disk):
+    assert "expected 1 to 64 of a-z" in kvtiers("prune", "--tenant", "Blue/..", status=2).stderr
 
 
 def test_prune_needs_a_selection(kvtiers, disk):

@@ -127,7 +127,7 @@ def test_the_schema_is_a_union_of_the_installed_tiers_discriminated_by_type(sche
 def test_the_schema_describes_the_whole_file(schema):
     assert set(schema["properties"]) == {
         "version", "namespace", "model", "primary", "secondary", "lookup_wait", "load_wait", "start_wait", "budgets",
-        "clean_reserve", "record", "what_if",
+        "clean_reserve", "record", "tracing", "events", "what_if", "tenants", "encryption",
     }  # fmt: skip
     assert schema["required"] == ["version", "primary"]
     assert schema["additionalProperties"] is False

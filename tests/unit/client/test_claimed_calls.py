@@ -9,6 +9,7 @@ import pytest
 from kvtiers.client.client import Client
 from kvtiers.client.requests import Put, Task, Transfer
 from kvtiers.client.rows import BounceRows
+from kvtiers.layout.tenants import Tenants
 from kvtiers.region.claims import ClaimState
 
 LENGTH = 4000
@@ -49,7 +50,7 @@ def rows():
 
 @pytest.fixture
 def client(driver, rows):
-    return Client(driver, rows, {LENGTH: 0}, LENGTH, PATIENCE, dict, lambda timeout: None)
+    return Client(driver, rows, {LENGTH: 0}, LENGTH, PATIENCE, dict, lambda timeout: None, Tenants(""))
 
 
 @pytest.mark.parametrize("calls", [1, 2])

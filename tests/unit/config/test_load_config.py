@@ -45,6 +45,7 @@ def test_what_is_left_out_has_the_documented_defaults():
     }  # fmt: skip
     assert config.budgets.model_dump() == {
         "store_reserve": 0.1, "all_tiers": 0.5, "one_tier": 0.25, "protected": 0.4, "protect_for": 10.0,
+        "kept": 0.5,
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ breaker: {failures: 2}
 admission: expected-reuse
 may_lose: 0.02
 writes_per_hour: 1GiB
+encrypt: false
 """
 
 
@@ -42,6 +43,7 @@ def with_manager(distributions, with_tier):
         ("retries: 0", "retries"),
         ("store_queue: 9", "store_queue"),
         ("exists_ttl: 1s", "exists_ttl"),
+        ("compression: zstd", "compression"),
         ("rate_limit: {requests_per_second: 10}", "rate_limit"),
         ("io: process", "io: process"),
     ],

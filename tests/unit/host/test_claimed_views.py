@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from tests.stores import DictStore
+from tests.unit.encryption.keyed import ring
 
 from kvtiers.api import make_offload_key
 from kvtiers.host import claimed_views, transfer
@@ -87,9 +88,9 @@ class Bench:
     def close(self):
         os.close(self.fd)
 
-    def mover_of(self, store):
-        claimed = ClaimedViews(self.table, VALUE)
-        return ValueMover(store, self.views, MoverOptions([(PAYLOAD, VALUE)]), threading.Event(), claimed=claimed)
+    def mover_of(self, store, keys=None):
+        claimed, options = ClaimedViews(self.table, VALUE), MoverOptions([(PAYLOAD, VALUE)])
+        return ValueMover(store, self.views, options, threading.Event(), claimed=claimed, keys=keys)
 
     def parts(self, row):
         at, found = (row - ROWS + 1) * 16_384, []
@@ -179,6 +180,42 @@ def test_what_is_damaged_is_not_found_and_only_in_place_touches_the_memory(bench
     if not store.parts or not in_place:
         assert (bench.region == before).all()
     assert store.values == {}, "what is damaged is removed"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_encrypted_values_come_back_to_the_same_places_and_their_parts_are_never_a_stores(bench, store, in_place):
+    bench.fill(1)
+    before = bench.region.copy()
+    bench.open()
+    mover = bench.mover_of(store, ring())
+    assert set(mover.store(bench.run).statuses) == {Status.DONE}
+    assert (bench.region == before).all()
+    bench.fill(2)
+    bench.open(in_place=in_place)
+    assert set(mover.load(bench.run).statuses) == {Status.DONE}
+    assert all((bench.region == before).tolist())
+    assert store.parts == []
+    assert not any(bench.content(row)[:32] in value for row in bench.rows for value in store.values.values())
+    for name, value in store.values.items():
+        store.values[name] = value[:500] + bytes([value[500] ^ 1]) + value[501:]
+    bench.open(in_place=in_place)
+    assert set(mover.load(bench.run).statuses) == {Status.CORRUPT}
+    assert (bench.region == before).all(), "what is forged touches no memory"
+
+
+def test_memory_that_is_anothers_while_it_is_encrypted_is_not_stored(bench, store, monkeypatch):
+    encrypt = transfer.encrypt_value
+
+    def change(*args):
+        bench.fill(2)
+        encrypt(*args)
+        bench.revoke()
+
+    monkeypatch.setattr(transfer, "encrypt_value", change)
+    bench.fill(1)
+    bench.open()
+    moved = bench.mover_of(store, ring()).store(bench.run)
+    assert (set(moved.statuses), store.values) == ({Status.FAILED}, {})
 
 
 @pytest.mark.parametrize("how", ["damaged", "half", "raises"])

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtiers.api import ConfigError
+from kvtiers.api import ConfigError, make_offload_key, tenant_of
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.layout.storage_name import NAME_FORMAT, StorageNames, check_namespace, model_slug, parse_name
+from kvtiers.layout.storage_name import NAME_FORMAT, StorageNames, check_namespace, check_tenant, model_slug, parse_name
 
+OF_TENANTS = json.loads(
+    (Path(__file__).parents[2] / "golden" / "storage-name-1-tenants.json").read_text(encoding="utf-8")
+)
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "storage-name-1.json").read_text(encoding="utf-8"))
 
 
@@ -27,8 +30,9 @@ def test_names_of_this_format_never_change(case):
     assert names.layout_id.hex() == case["layout_id"] == layout(case["model"]).fingerprint[:16]
 
 
-@given(st.text(), st.binary(min_size=1, max_size=47))
-def test_a_name_is_what_stores_were_promised_and_can_be_taken_apart_again(model, key):
+@given(st.text(), st.binary(min_size=1, max_size=43))
+def test_a_name_is_what_stores_were_promised_and_can_be_taken_apart_again(model, block_hash):
+    key = make_offload_key(block_hash, 7)
     names = StorageNames.of_layout("prod", layout(model))
     name = names.name(key)
     assert len(name) <= 250
@@ -42,11 +46,12 @@ def test_a_name_is_what_stores_were_promised_and_can_be_taken_apart_again(model,
     assert parsed.fingerprint == layout(model).fingerprint[:24]
 
 
-@given(st.binary(min_size=48, max_size=300), st.binary(min_size=48, max_size=300))
-def test_a_name_fits_into_memcached_s_250_bytes_however_long_hash_namespace_and_model_are(key, other):
+@given(st.binary(min_size=44, max_size=300), st.binary(min_size=44, max_size=300))
+def test_a_name_fits_into_memcached_s_250_bytes_however_long_hash_namespace_and_model_are(one, other):
+    key, other = make_offload_key(one, 0), make_offload_key(other, 0)
     names = StorageNames.of_layout("n" * 64, layout("m" * 500))
     assert len(names.name(key)) <= 250
-    assert len(names.name(key[:47])) == 249, "the longest there is"
+    assert len(names.name(make_offload_key(one[:43], 0))) == 249, "the longest there is"
     assert names.names([key, other]) == [names.name(key), names.name(other)]
     assert (names.name(key) == names.name(other)) == (key == other)
     parsed = parse_name(names.name(key))
@@ -60,12 +65,53 @@ def test_two_models_of_one_slug_have_other_names():
     assert one != other
 
 
-def test_a_reader_accepts_the_reserved_tenant_part():
-    name = StorageNames.of_layout("prod", layout()).name(b"key")
-    namespace, rest = name.split("/", 1)
-    parsed = parse_name(f"{namespace}/t-acme/{rest}")
+@pytest.mark.parametrize("case", OF_TENANTS, ids=lambda case: case["tenant"])
+def test_names_of_tenants_never_change(case):
+    names = StorageNames.of_layout(case["namespace"], layout(case["model"]))
+    key = bytes.fromhex(case["key"])
+    assert tenant_of(key) == case["tenant"]
+    assert names.name(key) == case["name"]
+
+
+TENANTS = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,63}", fullmatch=True).filter(lambda tenant: ".." not in tenant)
+
+
+@given(st.binary(min_size=1, max_size=90), TENANTS, TENANTS)
+def test_a_tenants_values_have_names_of_their_own(block_hash, tenant, other):
+    names = StorageNames.of_layout("prod", layout())
+    key = make_offload_key(block_hash, 3, tenant)
+    name = names.name(key)
+    namespace, segment, rest = name.split("/", 2)
+    assert (namespace, segment) == ("prod", f"t-{tenant}")
+    assert name.startswith(names.of_tenant(tenant))
+    assert f"{namespace}/{rest}" == names.name(make_offload_key(block_hash, 3)), "behind the tenant all is as without"
+    parsed = parse_name(name)
     assert parsed is not None
-    assert (parsed.namespace, parsed.tenant, parsed.key) == ("prod", "acme", b"key")
+    assert parsed.tenant == tenant
+    assert parsed.key[-4:] == bytes([0, 0, 0, 3])
+    assert (names.name(make_offload_key(block_hash, 3, other)) == name) == (other == tenant)
+    assert names.names([key, key]) == [name] * 2
+    assert names.of_epoch("e" * 32).name(key).startswith(f"prod/t-{tenant}/")
+
+
+def test_the_longest_name_with_a_tenant_is_no_longer_than_without():
+    names = StorageNames.of_layout("n" * 20, layout("m" * 500))
+    assert check_tenant("t" * 41, "n" * 20)
+    assert len(names.name(make_offload_key(bytes(43), 0, "t" * 41))) == 249
+
+
+@pytest.mark.parametrize("ending", [b"Blue\x04", b"../x\x04", b"\xff\x01", b"a/b\x03", b"\x40", b"a" * 70 + b"\x46"])
+def test_a_key_that_names_no_tenant_is_in_no_tenants_space(ending):
+    key = b"hash" + ending + bytes(3)
+    name = StorageNames.of_layout("prod", layout()).name(key)
+    assert "/t-" not in name
+    assert name != StorageNames.of_layout("prod", layout()).name(make_offload_key(b"hash", 0))
+
+
+@pytest.mark.parametrize("tenant", ["", "Blue", "a/b", "..", "a..b", "-a", ".a", "x" * 65, "a\n", "\u00fc", "_a"])
+def test_a_tenant_that_cannot_stand_in_a_name_is_one_clear_line(tenant):
+    with pytest.raises(ConfigError, match="cannot be used; expected 1 to 64"):
+        check_tenant(tenant)
 
 
 @pytest.mark.parametrize(

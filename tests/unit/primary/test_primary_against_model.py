@@ -351,6 +351,9 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             "retired_rows": tier.retired_rows,
             "closed_rows": self.closed(),
             "clean_rows": tier.clean_rows,
+            "kept_rows": tier._kept.held,
+            "kept_over_share": tier._kept.over_share,
+            "kept_given_up": tier._kept.given_up,
             "misuse": tier.misuse,
         }
 
@@ -374,5 +377,66 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         assert self.reported == self.announced
 
 
+class PrimaryWithHints(PrimaryAgainstModel):
+    """With any hints: the model of what may leave, and of which leases there is room for, is the same without them."""
+
+    @initialize(
+        num_rows=st.integers(0, 9),
+        policy=st.sampled_from(["lru", "arc", "turn-hazard"]),
+        share=st.sampled_from([0.0, 0.5]),
+        kept=st.sampled_from([0.0, 0.3, 1.0]),
+        forecasts=st.booleans(),
+    )
+    def start(self, num_rows, policy, share, kept, forecasts):
+        super().start(num_rows, policy, share)
+        if forecasts:
+            self.tier.forecast_reuse(())
+        self.tier._kept.limit = self.most_kept = int(kept * self.num_rows)
+        self.until = {}  # the latest second at which a hint for the key can end
+
+    @rule(
+        keys=PrimaryAgainstModel.some_keys,
+        seconds=st.sampled_from([0.5, 2.0, 1000.0]),
+        high=st.booleans(),
+    )
+    def keep(self, keys, seconds, high):
+        self.tier.keep(keys, seconds, high=high)
+        for key in keys:
+            self.until[key] = max(self.until.get(key, 0.0), self.now + seconds)
+
+    @rule(request_id=PrimaryAgainstModel.requests)
+    def low(self, request_id):
+        if request_id:
+            self.tier.brings_low(request_id)
+
+    @invariant()
+    def hints_are_bounded_and_end(self):
+        kept = self.tier._kept
+        known = [*kept._until[0], *kept._until[1]]
+        held = [*kept._held[0], *kept._held[1]]
+        assert len(known) == len(set(known)) <= self.most_kept
+        assert set(held) <= set(known) & self.evictable()
+        assert kept.held == len(held)
+        assert sorted(kept._due) == sorted(kept._seconds)
+        assert {key: second for second, keys in kept._due.items() for key in keys} == {
+            **kept._until[0],
+            **kept._until[1],
+        }
+        assert all(until < self.until[key] + 1 for each in kept._until for key, until in each.items())
+        low = [key for keys in kept._first_out.values() for key in keys]
+        assert set(low) <= kept._low.keys() & self.evictable() - set(held)
+        assert kept._low.keys() <= {row.key for row in self.rows.values()}
+        if not kept.is_active:
+            assert not {*known, *kept._low, *kept._low_requests}
+
+    @rule()
+    def all_hints_end(self):
+        self.time_passes(2000.0)
+        assert not self.tier._kept.held
+        assert not self.tier._kept._until[0]
+
+
+TestPrimaryWithHints = PrimaryWithHints.TestCase
+TestPrimaryWithHints.settings = settings(deadline=None, max_examples=40, stateful_step_count=50)
 TestPrimaryAgainstModel = PrimaryAgainstModel.TestCase
 TestPrimaryAgainstModel.settings = settings(deadline=None, max_examples=300, stateful_step_count=50)

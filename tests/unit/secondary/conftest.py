@@ -11,6 +11,7 @@ from tests import stores
 from tests.unit.secondary.async_tier import AsyncTier
 
 from kvtiers.api import ChunkStore, StoreFull, TierConfig, make_offload_key
+from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
 from kvtiers.host.transfer_pool import TransferPool
@@ -230,7 +231,7 @@ def kit():
     def run(keys, *, within=PATIENCE, names=NAMES, **more):
         return ValueRun(names, keys, range(len(keys)), time.monotonic() + within, **more)
 
-    def pool(store, *, threads=2, deadline=PATIENCE, reopen=(0.01, 0.02), **options):
+    def pool(store, *, threads=2, deadline=PATIENCE, reopen=(0.01, 0.02), encryption=None, **options):
         def open_store():
             return store() if not isinstance(store, ChunkStore) else store
 
@@ -245,6 +246,7 @@ def kit():
             reopen=reopen,
             emit=events,
             label="test",
+            encryption=encryption and EncryptionConfig.model_validate(encryption),
         )
         pools.append((made, store))
         return made, events

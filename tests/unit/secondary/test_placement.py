@@ -24,6 +24,7 @@ class SharedConfig(TierConfig):
         (2, {"cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 1),
         (2, {"processes": 3}, 3),
         (64, {"processes": 1}, 1),
+        (64, {"quotas": {"blue": "1GiB"}}, 1),
     ],
 )
 def test_how_many_hosts_a_tier_has_by_itself(monkeypatch, processors, options, count):

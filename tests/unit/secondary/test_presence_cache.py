@@ -237,3 +237,17 @@ def test_its_memory_is_bounded(tier, kit, monkeypatch):
         assert len(tier._verdicts) <= 1000
     assert tier.ask([kit.key(4999)]) == [HIT]
     assert tier.ask([kit.key(0)]) == [RETRY]
+
+
+def test_what_is_to_be_asked_again_is_asked_whatever_was_known_or_is_in_flight(tier, asked, keys):
+    settle(tier, asked, keys[:2], [1, 0])
+    tier.ask(keys[2:4])
+    tier.flush()
+    probe = asked.last[0]
+    tier.forget(keys[:4])
+    tier.answered(probe, bytes([0, 0]))
+    for key in keys[:4]:
+        assert tier.ask([key]) == [RETRY]
+    tier.flush()
+    tier.answered(asked.last[0], bytes([1] * 4))
+    assert tier.ask(keys[:4]) == [HIT] * 4

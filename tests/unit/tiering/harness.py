@@ -11,7 +11,7 @@ from typing import ClassVar
 from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.manager import TieringManager, Tracing
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers.types import RequestContext
 
@@ -274,6 +274,7 @@ class Bench:
     protected_share: float = 0.4
     record_events: bool = True
     prefix_group: int = 0
+    tracing: Tracing | None = None
 
     def __post_init__(self):
         self.clock = Clock()
@@ -302,6 +303,7 @@ class Bench:
             self.options,
             self.clock,
             prefix_group=self.prefix_group,
+            tracing=self.tracing,
         )
         self._requests = 0
         self.all.append(self)

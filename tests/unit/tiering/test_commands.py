@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from kvtiers.api import LookupResult, make_offload_key
 from kvtiers.tiering.commands import Command, CommandQueue, CommandRefused
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
@@ -127,6 +128,20 @@ def test_a_command_that_does_not_fit_is_one_line_and_changes_nothing(name, to, l
 # -- drain, clear
 
 
+def test_what_a_tenants_clear_forgets_is_looked_at_again_for_its_tier_when_it_comes_back():
+    bench = Bench(tiers={"a": {"admission": "expected-reuse"}}, rows=64)
+    keys = [make_offload_key(key[:-4], 0, "blue") for key in KEYS]
+    (admission,) = bench.manager._cascades._chosen.values()
+    bench.store(keys)
+    admission.sent(keys, written=False)
+    command = Command(bench.manager.operations.clear_tenant("blue"))
+    bench.manager.commands.post(command)
+    bench.settle()
+    assert command.answer(0.0)["cleared_chunks"] == len(keys)
+    assert admission.unsent(keys) == keys
+    assert not admission.looked_at
+
+
 def test_a_drain_ends_when_the_stores_of_its_begin_have_ended_though_later_ones_have_not():
     bench = Bench(hold=True)
     plan = bench.begin_store(KEYS[:2])
@@ -148,10 +163,54 @@ def test_a_drain_ends_when_the_stores_of_its_begin_have_ended_though_later_ones_
     bench.tier["a"].end(second)
 
 
+@pytest.mark.parametrize("fails", ["is late", "is of a tier that lies"])
+def test_a_drain_ends_though_a_tier_never_releases_a_store_that_has_failed(fails):
+    bench = Bench(hold=True)
+    bench.manager.complete_store(bench.begin_store(KEYS[:2]))
+    command = Command(bench.manager.operations.drain())
+    bench.manager.commands.post(command)
+    bench.step()
+    if fails == "is late":
+        bench.step(bench.slots[0].options.deadline + 1.0)
+    else:
+        bench.tier["a"].finished.append("done")
+        bench.step()
+    bench.step()
+    assert command.answer(0.0) == {"stored_chunks": 0, "failed_chunks": 2, "memory_only_chunks": 0}
+    assert bench.slots[0].metrics.quarantined_rows == 2
+    assert not bench.manager.has_pending_work()
+
+
 def test_a_drain_says_what_waits_in_memory_for_its_eviction():
     bench = Bench(tiers={"a": {"admission": "on_eviction"}})
     bench.store(KEYS)
     assert do(bench, bench.manager.operations.drain())["memory_only_chunks"] == 4
+
+
+def test_a_tenants_clear_forgets_its_chunks_alone_and_those_in_use_when_that_has_ended():
+    bench = Bench()
+    blue = [make_offload_key(key[:-4], 0, "blue") for key in KEYS]
+    other = [make_offload_key(key[:-4], 0, "blues") for key in KEYS]
+    for keys in (KEYS, blue, other):
+        bench.store(keys)
+    bench.settle()
+    ctx = bench.request()
+    plan = bench.manager.prepare_load(blue[:1], ctx)
+    command = Command(bench.manager.operations.clear_tenant("blue"))
+    bench.manager.commands.post(command)
+    for _ in range(3):
+        bench.step()
+    with pytest.raises(queue.Empty):
+        command.answer(0.0)
+    assert bench.primary.find(blue) == [LookupResult.HIT] + [LookupResult.MISS] * 3
+    bench.manager.complete_load(plan)
+    bench.step()
+    bench.step()
+    assert command.answer(0.0) == {"tenant": "blue", "cleared_chunks": 4}
+    assert bench.primary.find(blue) == [LookupResult.MISS] * 4
+    assert bench.primary.find([*KEYS, *other]) == [LookupResult.HIT] * 8
+    assert bench.tier["a"].has(blue), "the tiers keep theirs"
+    assert bench.primary.evictable + bench.primary.free_rows == bench.rows
 
 
 def test_a_clear_forgets_what_is_resident_and_the_tiers_keep_theirs():

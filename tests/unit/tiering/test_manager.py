@@ -246,6 +246,9 @@ def test_stats_are_those_of_now_and_plain_data():
         "closed_rows": 0,
         "retired_rows": 0,
         "clean_rows": 0,
+        "kept_rows": 0,
+        "kept_over_share": 0,
+        "kept_given_up": 0,
         "misuse": 0,
     }
     stats["engine"]["primary_hits"] = 99

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from kvtiers.layout.tenants import Tenants
 from kvtiers.tiering import recorder as module
 from kvtiers.tiering.recorder import Recorder
 from kvtiers_replay.trace import read_trace
@@ -158,3 +159,19 @@ def test_hints_are_columns_and_a_session_has_an_id_of_the_recordings_own(path) -
     assert [request.params.get("session") for request in requests] == [first["session"], first["session"], None]
     assert requests[1].params == {"session": first["session"], "session_ends": True, "expects_turn_in": 2.5}
     assert [request.output_tokens for request in requests] == [18, 6, 0]
+
+
+def test_a_tenant_is_a_column_by_an_id_of_the_recordings_own_and_is_replayed_as_one(path) -> None:
+    recorder = Recorder(path, 1 << 20, 512)
+    for tenant in ("blue", "red", "blue", 7):
+        recorder.request(0.0, 512, 530, [BLOCKS[:1]], {"kvtiers_tenant": tenant})
+    recorder.close(60)
+    columns = [line.get("tenant") for line in lines(path)]
+    assert columns[0] == columns[2] != columns[1]
+    assert columns[3] is None
+    assert "blue" not in path.read_text()
+    requests = read_trace(path).requests
+    assert [Tenants("prod").of(request.params) for request in requests] == [*columns[:3], ""]
+    first, other, same, none = (request.block_hashes for request in requests)
+    assert first == same
+    assert len({first[0], other[0], none[0]}) == 3

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 SLACK = 0.05  # seconds: steps of the engine, in which nothing is decided
-HARD = "colder than the priors"  # nothing that can be known says that both sides become faster soon
+HARD = {
+    "colder than the priors",  # nothing that can be known says that both sides become faster soon
+    "burst over fast memory",  # some are computed before the tier has brought anything
+    "burst over a slow disk as the first thing",  # all wait until the first load has shown what it is
+    "burst over fast memory as the first thing, late answers",  # some are computed before the tier has answered once
+    "a disk slower than computing, all known",  # two requests show it; all are slow where nothing is computed
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +32,10 @@ def played(benchmark, scene):
     return {way: benchmark.play(scene, way) for way in benchmark.WAYS}
 
 
-def test_in_each_of_thirteen_scenes_the_regret_is_at_most_a_twentieth(benchmark):
+def test_in_each_of_fifteen_scenes_the_regret_is_at_most_a_twentieth(benchmark):
     scenes = benchmark.scenes(quick=True)
-    found = {name: benchmark.regret(played(benchmark, scene)) for name, scene in scenes.items() if name != HARD}
-    assert len(found) == 13
+    found = {name: benchmark.regret(played(benchmark, scene)) for name, scene in scenes.items() if name not in HARD}
+    assert len(found) == 15
     assert {name: regret for name, regret in found.items() if regret > 1.05} == {}
 
 
@@ -45,6 +51,25 @@ def test_a_burst_of_known_requests_after_a_restart_keeps_tier_and_gpu_at_work(be
     assert found["decide"].loaded_tokens > 24 * 8192 / 2
     assert found["decide"].end < found["load"].end < found["compute"].end
     assert found["decide"].end - 3.0 < 0.75 * 24 * 8192 * 128 * 1024 / 7e9
+
+
+def test_a_burst_that_a_fast_tier_has_is_loaded(benchmark):
+    """24 prompts over a tier three and a half times as fast as the GPU, as the first thing and later."""
+    first = benchmark.Scene(benchmark.known(24, 8_192, 0.0, 0.0), [benchmark.Tier(benchmark.rate(15), 0.02, 0.03)])
+    assert benchmark.play(first, "decide").loaded_tokens >= 23 * 8_192
+    assert benchmark.play(benchmark.scenes()["burst over fast memory"], "decide").loaded_tokens >= 22 * 8_192
+
+
+def test_a_prompt_is_computed_in_part_where_a_slower_tier_has_all_so_that_computing_gets_its_price(benchmark):
+    scene = benchmark.scenes(quick=True)["a disk slower than computing, all known"]
+    found = benchmark.play(scene, "decide")
+    assert found.loaded_tokens < 2 * 16_384, "the first two"
+    assert found.seconds[2:] == pytest.approx([found.seconds[-1]] * 18, rel=0.05)
+
+
+def test_a_tier_faster_than_any_gpu_is_loaded_from_without_a_trial(benchmark):
+    scene = benchmark.Scene(benchmark.known(10, 16_384, 1.0, 0.0), [benchmark.Tier(benchmark.rate(8))])
+    assert benchmark.play(scene, "decide").loaded_tokens == 10 * 16_384
 
 
 @pytest.mark.parametrize("answer", [0.0, 0.01, 0.1])

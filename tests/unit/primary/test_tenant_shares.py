@@ -1,0 +1,230 @@
+"""Shares of tenants in the primary: whatever is stored, promoted and pinned, none takes another below its share."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvtiers.api import LookupResult, make_offload_key
+from kvtiers.primary.eviction import BUILT_IN, TenantShares, make_policy
+from kvtiers.primary.tier import CPUPrimaryTier
+
+TENANTS = ["", "blue", "red", "green"]  # green has no share: it is one of the rest
+POLICIES = sorted(BUILT_IN)
+
+
+def keys_of(tenant, *numbers):
+    return [make_offload_key(b"hash" + bytes([number]), 0, tenant) for number in numbers]
+
+
+EVERY = {tenant: keys_of(tenant, *range(14)) for tenant in TENANTS}
+
+
+def primary_of(rows, policy, shares, **more):
+    return CPUPrimaryTier(rows, 0, memoryview(b""), policy=policy, shares=shares, **more)
+
+
+def resident(primary, tenant):
+    return sum(found is not LookupResult.MISS for found in primary.find(EVERY[tenant]))
+
+
+class Shares(RuleBasedStateMachine):
+    """Any calls of the primary. ``leases``: how to end each of those in flight."""
+
+    tenants = st.sampled_from(TENANTS)
+    numbers = st.lists(st.integers(0, 13), min_size=1, max_size=6, unique=True)
+    requests = st.sampled_from(["a", "b", "c", ""])
+
+    @initialize(
+        rows=st.integers(1, 20),
+        policy=st.sampled_from(POLICIES),
+        blue=st.sampled_from([0.1, 0.3, 0.5]),
+        red=st.sampled_from([0.0, 0.2, 0.5]),
+        protected=st.sampled_from([0.0, 0.4]),
+        forecast=st.booleans(),
+    )
+    def start(self, rows, policy, blue, red, protected, forecast):
+        self.rows, self.now = rows, 0.0
+        self.shares = {"blue": blue, "red": red}
+        self.primary = primary_of(
+            rows, policy, self.shares, protected_share=protected, protect_seconds=5.0, clock=lambda: self.now
+        )
+        if forecast:
+            self.primary.forecast_reuse(set())
+        self.leases = []
+
+    def kept(self, tenant):
+        return int(self.shares.get(tenant, 0.0) * self.rows)
+
+    def count(self):
+        return {tenant: resident(self.primary, tenant) for tenant in TENANTS}
+
+    def checked(self, actors, call):
+        """Make a call for these tenants; no other one may be taken below its share by it."""
+        before = self.count()
+        result = call()
+        for tenant, number in self.count().items():
+            if tenant not in actors:
+                assert number >= min(before[tenant], self.kept(tenant)), (tenant, before, self.count())
+        return result
+
+    def take(self, tenant, allocation, complete):
+        if allocation is None:
+            return
+        assert len(allocation.keys) == len(allocation.rows)
+        assert set(allocation.keys) <= {key for one in tenant for key in EVERY[one]}
+        if allocation.rows:
+            self.leases.append((complete, allocation.rows))
+
+    @rule(tenant=tenants, numbers=numbers, request=requests)
+    def store(self, tenant, numbers, request):
+        keys = keys_of(tenant, *numbers)
+        missing = self.primary.find(keys).count(LookupResult.MISS)
+        is_idle = not self.leases and not self.primary.protected_rows
+        must_fit = is_idle and self.count()[tenant] + missing <= self.kept(tenant)
+        allocation = self.checked({tenant}, lambda: self.primary.prepare_store(keys, request))
+        if must_fit:
+            assert allocation is not None
+            assert len(allocation.keys) == missing, "below its share a tenant always gets rows"
+        self.take({tenant}, allocation, self.primary.complete_store)
+
+    @rule(tenant=tenants, other=tenants, numbers=numbers)
+    def store_of_two(self, tenant, other, numbers):
+        keys = list(dict.fromkeys(keys_of(tenant, *numbers) + keys_of(other, *numbers[:3])))
+        before = self.count()
+        allocation = self.checked({tenant, other}, lambda: self.primary.prepare_store(keys, "lazy"))
+        for one, number in self.count().items():
+            assert number >= min(before[one], self.kept(one)), "not even one of the two"
+        self.take({tenant, other}, allocation, self.primary.complete_store)
+
+    @rule(tenant=tenants, numbers=numbers, request=requests, reserve=st.integers(0, 3))
+    def promote(self, tenant, numbers, request, reserve):
+        keys = keys_of(tenant, *numbers)
+        allocation = self.checked(
+            {tenant}, lambda: self.primary.prepare_write(keys, request, reserve_rows=reserve, max_rows=None)
+        )
+        self.take({tenant}, allocation, self.primary.complete_write)
+
+    @rule(tenant=tenants, numbers=numbers, request=requests)
+    def load(self, tenant, numbers, request):
+        rows = self.primary.prepare_load(keys_of(tenant, *numbers), request)
+        if rows is not None:
+            self.leases.append((lambda rows, _success: self.primary.complete_load(rows), rows))
+
+    @rule(which=st.integers(0, 5), success=st.booleans())
+    def end(self, which, success):
+        if which < len(self.leases):
+            complete, rows = self.leases.pop(which)
+            complete(rows, success)
+
+    @rule()
+    def end_all(self):
+        while self.leases:
+            complete, rows = self.leases.pop()
+            complete(rows, True)
+
+    @rule(request=requests)
+    def finish(self, request):
+        self.primary.on_request_finished(request)
+
+    @rule(tenant=tenants, numbers=numbers)
+    def touch(self, tenant, numbers):
+        self.checked(set(), lambda: self.primary.touch(keys_of(tenant, *numbers)))
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.checked(set(), lambda: self.primary.release_expired(self.now))
+
+    @rule(tenant=tenants)
+    def forget(self, tenant):
+        self.checked({tenant}, lambda: self.primary.forget(EVERY[tenant]))
+
+    @rule()
+    def reset(self):
+        self.primary.reset_cache()
+
+    @invariant()
+    def the_policies_have_what_is_resident(self):
+        coldest = self.primary.coldest(99, clean=True)
+        assert len(set(coldest)) == len(coldest) == self.primary.evictable
+        shares = self.primary._chunks._shares
+        assert shares.resident_of("blue") == resident(self.primary, "blue")
+        assert shares.resident_of("red") == resident(self.primary, "red") if self.shares["red"] else True
+        assert self.primary.misuse == 0
+
+
+TestShares = Shares.TestCase
+TestShares.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_that_floods_evicts_itself_and_never_the_share_of_another(policy):
+    primary = primary_of(100, policy, {"blue": 0.2})
+    blue = [make_offload_key(b"b%d" % number, 0, "blue") for number in range(30)]
+    primary.complete_store(primary.prepare_store(blue, "b").rows, True)
+    primary.on_request_finished("b")
+    for number in range(50):
+        keys = [make_offload_key(b"%d %d" % (number, place), 0) for place in range(10)]
+        if allocation := primary.prepare_store(keys, "r"):
+            primary.complete_store(allocation.rows, True)
+        primary.on_request_finished("r")
+    assert primary.find(blue).count(LookupResult.HIT) >= 20
+    assert primary.find(blue[:20]) == [LookupResult.HIT] * 20, "its own tail has left first"
+
+
+def test_rows_above_the_shares_are_divided_evenly_among_those_who_ask():
+    primary = primary_of(100, "lru", {"blue": 0.2, "red": 0.1})
+    for number in range(60):
+        for tenant in ("blue", "red", ""):
+            keys = [make_offload_key(b"%d %d" % (number, place), 0, tenant) for place in range(5)]
+            primary.complete_store(primary.prepare_store(keys, f"{tenant}{number}").rows, True)
+            primary.on_request_finished(f"{tenant}{number}")
+    shares = primary._chunks._shares
+    counts = [shares.resident_of(tenant) for tenant in ("blue", "red", "green")]
+    assert sum(counts) == 100
+    assert all(abs(count - kept - 70 / 3) <= 5 for count, kept in zip(counts, (20, 10, 0), strict=True)), counts
+
+
+def test_an_unused_share_is_used_by_others_until_its_tenant_wants_it():
+    primary = primary_of(10, "lru", {"blue": 0.5})
+    primary.complete_store(primary.prepare_store(keys_of("", *range(10)), "r").rows, True)
+    primary.on_request_finished("r")
+    assert primary.chunks == 10
+    allocation = primary.prepare_store(keys_of("blue", *range(5)), "b")
+    assert len(allocation.evicted) == 5
+    primary.complete_store(allocation.rows, True)
+    primary.on_request_finished("b")
+    assert primary.prepare_store(keys_of("", 10, 11, 12, 13), "r").evicted == keys_of("", 4, 3, 2, 1), "its own"
+
+
+given_shares = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(given_shares, st.integers(0, 60), st.integers(-1, 4))
+def test_what_is_divided_is_what_was_asked_for_and_leaves_all_equally_far_above(tenants, count, which):
+    shares = {f"t{number}": 1 / 5 for number in range(len(tenants))}
+    policy = TenantShares(200, shares, lambda: make_policy("lru", 200))
+    for number, (chunks, pinned) in enumerate(tenants):
+        keys = [make_offload_key(b"%d" % place, 0, f"t{number}") for place in range(40 + chunks)]
+        policy.access(keys, "r", keys)
+        policy.mark_evictable(keys[min(pinned, len(keys)) :])
+    own = f"t{which % len(tenants)}" if which >= 0 else "none"
+    policy.on_store_miss([make_offload_key(b"new", 0, own)], "r")
+    obtainable = policy.obtainable()
+    victims = policy.evict(count)
+    if count > obtainable:
+        assert victims is None
+        return
+    assert len(victims) == len(set(victims)) == count
+    left = [policy.resident_of(f"t{number}") for number in range(len(tenants))]
+    for number, (chunks, _) in enumerate(tenants):
+        if f"t{number}" != own:
+            assert left[number] >= 40
+        gave = 40 + chunks - left[number]
+        if gave and f"t{number}" != own:
+            highest = max(
+                (n for m, n in enumerate(left) if f"t{m}" != own and n > 40 and n > tenants[m][1]), default=left[number]
+            )
+            assert left[number] >= highest - 1, "one that gave is as far above as the others, or they could not give"
