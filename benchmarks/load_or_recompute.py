@@ -96,6 +96,18 @@ def scenes(*, quick: bool = False) -> dict[str, Scene]:
         "burst as the first thing, slow answers": Scene(
             known(24, _LONG // 2, 0.0, 0.0), [Tier(waking_tier, 0.02, 0.03)]
         ),
+        "burst over fast memory": Scene([*warm, *known(24, _LONG // 2, 0.0, 3.0)], [Tier(rate(15))]),
+        "burst over fast memory as the first thing": Scene(
+            known(24, _LONG // 2, 0.0, 0.0), [Tier(rate(15), 0.02, 0.03)]
+        ),
+        "burst over fast memory as the first thing, late answers": Scene(
+            known(24, _LONG // 2, 0.0, 0.0), [Tier(rate(15), 0.02, 0.2)]
+        ),
+        "burst over a network as the first thing": Scene(known(24, _LONG // 2, 0.0, 0.0), [Tier(rate(2), 0.02, 0.03)]),
+        "burst over a slow disk as the first thing": Scene(
+            known(24, _LONG // 2, 0.0, 0.0), [Tier(rate(0.5), 0.02, 0.03)]
+        ),
+        "a disk slower than computing, all known": Scene(known(20 * many, _LONG, 1.5, 0.0), [Tier(rate(1.8), 0.005)]),
         "mixed, half are known": Scene(poisson(60 * many, 3.0, 0.5), [Tier(rate(5), 0.005)], decoding=0.005),
         "a slow tier before a fast one": Scene(
             [*warm, *known(12 * many, _LONG, 1.0, tiers=2)], [Tier(rate(0.5), 0.02), Tier(rate(7))]
