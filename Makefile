@@ -17,7 +17,7 @@ LOCKED := $(if $(NEWEST),,--constraint $(VENV)/constraints.txt)
 # Programs that the tests run, each as command:package, and libraries, each as soname:package; installed with apt-get
 # where they are missing. The libraries are Mooncake's.
 TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-benchmark:redis-tools openssl:openssl
-TEST_COMMANDS += chromium:chromium
+TEST_COMMANDS += chromium:chromium promtool:prometheus systemd-analyze:systemd
 TEST_COMMANDS += libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1
 TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:util-linux
 
@@ -137,10 +137,11 @@ lint: environment  ## ruff, mypy --strict, and who may import whom
 types: environment  ## mypy --strict alone, as before each commit
 	$(PYTHON) -m mypy --strict $(SOURCES)
 
-lint-workflows: $(VENV)/.workflows  ## Check .github: schemas, security, and actionlint where it is installed
+lint-workflows: $(VENV)/.workflows  ## Check .github and the Compose file: schemas, security, and actionlint where it is installed
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/compose/compose.yaml
 	$(VENV)/bin/zizmor --offline --quiet --strict-collection .github
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH"; if command -v actionlint >/dev/null; then actionlint; else echo "actionlint: not installed, not run"; fi
 
