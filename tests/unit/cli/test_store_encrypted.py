@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -157,6 +158,24 @@ def test_rekey_carries_all_over_to_the_current_key_and_leaves_the_rest(disk, run
     assert disk.get("three", locked) == content(locked)
     assert len(disk.listed()) == 9
     assert counts(run("rekey", "--config", config, "--json")) == {"current": 7, "locked": 1, "plain": 1}
+
+
+def test_a_value_that_the_listing_comes_by_again_under_its_new_name_counts_once(disk, run, monkeypatch):
+    for key in (random_key() for _ in range(3)):
+        disk.put("one", key)
+    disk.put("two", random_key())
+    at_first = FsStore.list
+
+    def listed_twice(store, prefix):
+        before = {entry.name: entry for entry in at_first(store, prefix)}
+        yield from before.values()
+        until = time.monotonic() + 10
+        while not (after := [entry for entry in at_first(store, prefix) if entry.name not in before]):
+            assert time.monotonic() < until, "nothing is carried over while the listing goes on"
+        yield from after
+
+    monkeypatch.setattr(FsStore, "list", listed_twice)
+    assert counts(run("rekey", "--config", disk.config("two", "one"), "--json")) == {"rekeyed": 3, "current": 1}
 
 
 def test_rekey_never_makes_a_value_of_what_was_not_sealed_with_the_previous_key(disk, run):

@@ -7,7 +7,7 @@ moment, and run again.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import click
 
@@ -66,8 +66,9 @@ def rekey(
                 "the config, and no 'encrypt: false' in the tier"
             )
         totals: dict[str, Totals] = defaultdict(Totals)
-        wanted, origins = _of_previous_key(session, selection, totals), set[Origin]()
-        for value in wanted if dry_run else session.delete(_rekeyed(session, wanted, totals)):
+        written, origins = set[str](), set[Origin]()
+        wanted = _of_previous_key(session, selection, totals, written)
+        for value in wanted if dry_run else session.delete(_rekeyed(session, wanted, totals, written)):
             totals[_LEFT if dry_run else _REKEYED].add(value.entry)
             origins.add(value.origin)
         if not (dry_run or session.is_over):
@@ -77,9 +78,13 @@ def rekey(
         session.finish(ctx, 1 if failed else 0)
 
 
-def _of_previous_key(session: StoreSession, selection: Selection, totals: dict[str, Totals]) -> Iterator[StoredValue]:
-    """Yield the values of the previous key, and count all others."""
+def _of_previous_key(
+    session: StoreSession, selection: Selection, totals: dict[str, Totals], written: Container[str]
+) -> Iterator[StoredValue]:
+    """Yield the values of the previous key, and count all others but those that are written meanwhile."""
     for value in session.values(selection):
+        if value.entry.name in written:
+            continue  # a listing may or may not come by what was written after it had begun
         parsed = value.parsed
         ring = session.keys.of(parsed) if parsed is not None and parsed.key_id else None
         if parsed is None or ring is None:
@@ -92,11 +97,13 @@ def _of_previous_key(session: StoreSession, selection: Selection, totals: dict[s
             yield value
 
 
-def _rekeyed(session: StoreSession, values: Iterator[StoredValue], totals: dict[str, Totals]) -> Iterator[StoredValue]:
+def _rekeyed(
+    session: StoreSession, values: Iterator[StoredValue], totals: dict[str, Totals], written: set[str]
+) -> Iterator[StoredValue]:
     """Write each value under its new name, and yield it then, to be deleted under the old one; count the others."""
 
     def carry_over(store: ChunkStore, read: memoryview, value: StoredValue) -> Verdict:
-        return _carry_over(session, store, read, value)
+        return _carry_over(session, store, read, value, written)
 
     for value, verdict in session.check(values, carry_over, done="carried over"):
         if verdict is Verdict.OK:
@@ -105,7 +112,9 @@ def _rekeyed(session: StoreSession, values: Iterator[StoredValue], totals: dict[
             totals["damaged" if verdict is Verdict.FOREIGN else verdict.value].add(value.entry)
 
 
-def _carry_over(session: StoreSession, store: ChunkStore, value: memoryview, stored: StoredValue) -> Verdict:
+def _carry_over(
+    session: StoreSession, store: ChunkStore, value: memoryview, stored: StoredValue, written: set[str]
+) -> Verdict:
     name, parsed = stored.entry.name, stored.parsed
     assert parsed is not None, "only such are chosen"
     seal, ring = read_encrypted_seal(value), session.keys.of(parsed)
@@ -120,6 +129,7 @@ def _carry_over(session: StoreSession, store: ChunkStore, value: memoryview, sto
     names = KeyedNames.of(StorageNames(prefix, parsed.layout_id), ring.current)
     fresh = names.of_token(token, prefix)
     encrypt_value([value[: seal.payload_bytes]], value, fresh, names.layout_id, names.key)
+    written.add(fresh)
     store.write(fresh, value.toreadonly())
     return Verdict.OK
 
