@@ -5,7 +5,8 @@
     engine   one GPU. Each step computes up to 8,192 tokens of the oldest requests that are ready, as vLLM's does;
              a request with chunks on their way is passed over, and asked about again in the next step
     tier     answers lookups after ``answer`` seconds; loads first come, first served: a job's first byte comes after
-             ``latency`` seconds, its chunks one after another at ``per_chunk`` seconds each, which may change
+             ``latency`` seconds, its chunks one after another at ``per_chunk`` seconds each, which may change; with
+             several ``hosts`` so many jobs at a time, each as much slower
 
 A chunk is 16 MiB and holds 128 tokens, as of Llama 3.1 8B. Times are in seconds of the played clock, sizes in tokens.
 """
@@ -56,13 +57,15 @@ class Tier:
     per_chunk: Callable[[float], float]
     latency: float = 0.002
     answer: float = 0.0
+    hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
     """What happens. ``per_token(t)``: seconds that the GPU takes for a token of a prompt at time t.
 
-    ``rows``: of the primary. ``decoding``: seconds that other work takes in each step.
+    ``rows``: of the primary. ``decoding``: seconds that other work takes in each step. ``estimate``: of the seconds a
+    token, by the engine, until a prompt was computed; 0: it has none.
     """
 
     arrivals: Sequence[Arrival]
@@ -70,6 +73,7 @@ class Scene:
     per_token: Callable[[float], float] = lambda _now: 30e-6
     rows: int = 1536
     decoding: float = 0.0
+    estimate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class _PlayedTier(SecondaryTierManager):
         self.there: set[OffloadKey] = set()
         self._tier = tier
         self._clock = clock
-        self._free_at = -math.inf
+        self._free_at = [-math.inf] * tier.hosts
         self._running: list[tuple[float, JobResult]] = []
         self._asked_at: dict[OffloadKey, float] = {}
 
@@ -111,11 +115,12 @@ class _PlayedTier(SecondaryTierManager):
 
     def submit_load(self, job: TransferJob) -> None:
         now = self._clock()
-        begins = max(now, self._free_at)
-        at = max(now + self._tier.latency, self._free_at)
+        host = self._free_at.index(min(self._free_at))
+        begins = max(now, self._free_at[host])
+        at = max(now + self._tier.latency, self._free_at[host])
         for _ in job.keys:
-            at += self._tier.per_chunk(at)
-        self._free_at = at
+            at += self._tier.per_chunk(at) * self._tier.hosts
+        self._free_at[host] = at
         seconds = at - begins
         self._running.append((at, JobResult(job.job_id, True, None, CHUNK_BYTES * len(job.keys), seconds)))
 
@@ -234,7 +239,7 @@ class _Engine:
             all_tiers=0.5 if self.load_wait is None else 0.9,
             store_reserve=0.05,
             job_bytes=_JOB_CHUNKS * _ROW_BYTES,
-            prior_seconds_per_token=CHUNK_BYTES / CHUNK_TOKENS / 1e9,
+            prior_seconds_per_token=scene.estimate or CHUNK_BYTES / CHUNK_TOKENS / 1e9,
         )
         view = memoryview(bytearray(scene.rows * _ROW_BYTES))
         primary = CPUPrimaryTier(scene.rows, _ROW_BYTES, view, clock=clock)

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ from kvtiers.tiering.recorder import Recorder
 from kvtiers.what_if.keys_only import Case, CaseTier
 from kvtiers.what_if.what_if_thread import WhatIf
 
-__all__ = ["begin_memory", "open_manager", "open_worker"]
+__all__ = ["EngineFacts", "begin_memory", "open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
 _MOST_PRIMARIES = 32  # the largest tier of a shadow cache, so that its keys are bounded
@@ -72,63 +73,76 @@ def begin_memory(config: OffloadConfig, name: str) -> EarlyMemory | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Facts of the engine that an integration serves.
+
+    ``way_in``: what uses kvtiers, for the start line in the log; ``release``: the engine's, for what is recorded beside
+    the values. ``memory``: by ``begin_memory``, for this config. ``naming``: how KV events name the engine;
+    ``listener``: its own, of the manager's events. ``prefill_seconds``: its estimate of what computing a token of a
+    prompt takes; None: by the size of a token's KV.
+    """
+
+    way_in: str = "by its Python API"
+    release: str = ""
+    memory: EarlyMemory | None = None
+    naming: EventNaming = OWN_NAMES
+    listener: EventSide | None = None
+    prefill_seconds: float | None = None
+
+
 def open_manager(
     config: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any],
     layout: CacheLayout,
     *,
     engine_id: str | None = None,
     record_events: bool = True,
-    way_in: str = "by its Python API",
-    release: str = "",
-    memory: EarlyMemory | None = None,
-    naming: EventNaming = OWN_NAMES,
-    listener: EventSide | None = None,
+    engine: EngineFacts | None = None,
 ) -> TieringManager:
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
     ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
-    the caller takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
-    engine's, for what is recorded beside the values. ``memory``: by ``begin_memory``, for this config. ``naming``: how
-    KV events name the engine; ``listener``: its own, of the manager's. ConfigError or StartError if it cannot start.
+    the caller takes the manager's events. ``engine``: what an integration adds. ConfigError or StartError
+    if it cannot start.
     """
     hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
-    layout, engine_id = with_model(config, layout), engine_id or secrets.token_hex(8)
+    layout, engine_id, engine = with_model(config, layout), engine_id or secrets.token_hex(8), engine or EngineFacts()
     with _threads_are_there(), contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
-        if memory is not None:
-            undo.callback(memory.close)
-        region = _create_region(config, layout, engine_id, memory)
+        if engine.memory is not None:
+            undo.callback(engine.memory.close)
+        region = _create_region(config, layout, engine_id, engine.memory)
         undo.callback(_release_region, region)
-        primary = _primary(config, region, record_events=record_events or bool(listener or config.events))
+        primary = _primary(config, region, record_events=record_events or bool(engine.listener or config.events))
         undo.callback(primary.close)  # it holds the rows' memory
-        engine = _Engine(config, layout, region, primary, logs, release)
-        undo.callback(engine.close_region)
-        undo.callback(engine.close_tiers, 0.0)
-        engine.write_start_line(way_in)
+        side = _Engine(config, layout, region, primary, logs, engine.release)
+        undo.callback(side.close_region)
+        undo.callback(side.close_tiers, 0.0)
+        side.write_start_line(engine.way_in)
         recorder = _recorder(config, layout, undo)
-        publisher = _publisher(config, layout, naming, undo)
+        publisher = _publisher(config, layout, engine.naming, undo)
         tracing = _tracing(config, layout, engine_id, undo)
-        options = partial(_tiering_options, prior=prior_seconds_per_token(layout))
+        options = partial(_tiering_options, prior=engine.prefill_seconds or prior_seconds_per_token(layout))
         what_if = _what_if(config, layout, region)  # last: nothing below starts a thread, which can fail
         manager = TieringManager(
             engine_id,
             primary,
-            engine.slots,
+            side.slots,
             [layout.tokens_per_chunk(group) for group in range(len(layout.groups))],
-            engine,
+            side,
             options(config),
             recorder=recorder,
             prefix_group=layout.prefix_group,
             what_if=what_if,
             tracing=tracing,
             publisher=publisher,
-            listener=listener,
+            listener=engine.listener,
             keep_events=record_events,
             tenants=config.tenant_rule(),
         )
-        manager.live = LiveEngine(config, manager, engine.tiers, options)
+        manager.live = LiveEngine(config, manager, side.tiers, options)
         undo.pop_all()
     return manager
 

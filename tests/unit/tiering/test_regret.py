@@ -67,6 +67,30 @@ def test_a_prompt_is_computed_in_part_where_a_slower_tier_has_all_so_that_comput
     assert found.seconds[2:] == pytest.approx([found.seconds[-1]] * 18, rel=0.05)
 
 
+@pytest.mark.parametrize("off", [0.67, 1.0, 1.33, 1.5])
+@pytest.mark.parametrize("speed", [0.5, 1.0, 1.8])
+def test_with_an_estimate_of_computing_the_first_request_finds_out_that_a_tier_is_slow(benchmark, speed, off):
+    """Nothing was loaded nor computed before; the estimate is a third too low, right, or too high."""
+    arrivals = benchmark.known(10, 16_384, 1.5, 0.0)
+    scene = benchmark.Scene(arrivals, [benchmark.Tier(benchmark.rate(speed), 0.005)], estimate=off * 30e-6)
+    found = played(benchmark, scene)
+    assert max(found["decide"].seconds) <= 1.5 * max(found["compute"].seconds)
+    assert benchmark.regret(found) <= 1.07
+
+
+@pytest.mark.parametrize("off", [1.2, 1.5])
+@pytest.mark.parametrize("answer", [0.0, 0.03, 0.1])
+@pytest.mark.parametrize("speed", [9, 17])
+def test_with_an_estimate_a_burst_that_a_fast_tier_of_eight_hosts_has_ends_as_soon_as_where_all_is_loaded(
+    benchmark, speed, answer, off
+):
+    tier = benchmark.Tier(benchmark.rate(speed), 0.02, answer, hosts=8)
+    scene = benchmark.Scene(benchmark.known(24, 8_192, 0.0, 0.0), [tier], estimate=off * 30e-6)
+    found = played(benchmark, scene)
+    assert found["decide"].end <= 1.05 * found["load"].end
+    assert benchmark.regret(found) <= 1.08
+
+
 def test_a_tier_faster_than_any_gpu_is_loaded_from_without_a_trial(benchmark):
     scene = benchmark.Scene(benchmark.known(10, 16_384, 1.0, 0.0), [benchmark.Tier(benchmark.rate(8))])
     assert benchmark.play(scene, "decide").loaded_tokens == 10 * 16_384

@@ -7,6 +7,10 @@ from .conftest import CHUNKS, PROMPTS, WHOLE
 from .ways import fs, whole_stack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYERS = 4 * (128 * (128 + 2 * 64 + 128) + 3 * 128 * 256)
+"""Weights of the tiny model's layers; each is one multiply and one add a token."""
+ATTENTION = 4 * 4 * 128 * 8192 + 512 * 128 * 2
+"""Most operations for the products with 8,192 tokens before it, and for the logits."""
 COPIES = {"cpu": "HostCopies", "cuda": "CudaCopies"}
 
 
@@ -34,6 +38,8 @@ def test_kv_of_this_device_comes_back_and_what_orders_its_pages_is_in_the_finger
     assert kv["digested"]["layout"] == kv["layout"]
     decides = kv["digested"]["backend"]
     assert (decides["device"], decides["name"]) == (device, kv["device"])
+    assert LAYERS * 2 <= kv["operations_per_token"] <= LAYERS * 2 + ATTENTION
+    assert (kv["prefill_seconds"] is None) == (device == "cpu"), "the peak of a GPU is known, of no processor"
     engine.shutdown()
 
     named = start(model, config, attention_config={"backend": kv["backend"]})

@@ -19,12 +19,13 @@ from kvtiers.api import StartError
 from kvtiers.control import ControlSocket, EngineActions
 from kvtiers.kv_events.naming import EventNaming
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
-from kvtiers.runtime import open_manager, open_worker
+from kvtiers.runtime import EngineFacts, open_manager, open_worker
 from kvtiers.status import troubles_from_the_start
 from kvtiers_vllm.compat import follow_core
 from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.identity import identity_of
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
+from kvtiers_vllm.prefill_estimate import estimated_prefill_seconds
 from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
@@ -119,11 +120,14 @@ class KvtiersOffloadingSpec(OffloadingSpec):
                 layout,
                 engine_id=self.config.engine_id,
                 record_events=False,
-                way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
-                release=f"vLLM {vllm_version}",
-                memory=take_memory_of(self._engine.vllm_config),
-                naming=self._naming(),
-                listener=listener,
+                engine=EngineFacts(
+                    way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
+                    release=f"vLLM {vllm_version}",
+                    memory=take_memory_of(self._engine.vllm_config),
+                    naming=self._naming(),
+                    listener=listener,
+                    prefill_seconds=estimated_prefill_seconds(self._engine.vllm_config),
+                ),
             )
             try:
                 manager.wait_ready(self._config.primary.start_deadline)

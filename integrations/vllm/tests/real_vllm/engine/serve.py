@@ -189,14 +189,19 @@ class Engine:
         return found
 
     def kv(self) -> dict[str, Any]:
-        """Return where the KV lies, who copies it, and what the fingerprint was made of for that."""
+        """Return where the KV lies, who copies it, what the fingerprint was made of for that, what prefill may cost."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.platforms import current_platform
 
+        from kvtiers_vllm.prefill_estimate import estimated_prefill_seconds, operations_per_token
+
+        config = self._llm.llm_engine.vllm_config
         found: dict[str, Any] = {"device": current_platform.get_device_name()}
         self._llm.collective_rpc(_find_kv, args=(found,))
         found["copies"] = type(get_kv_transfer_group().connector_worker.worker._worker._copier).__name__
         found["digested"] = {name: self._digested[name] for name in ("backend", "layout")}
+        found["operations_per_token"] = operations_per_token(config)
+        found["prefill_seconds"] = estimated_prefill_seconds(config)
         return found
 
     def time_model(self) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""The estimate of what computing a prompt's token takes, before the engine has computed any.
+
+::
+
+    seconds a token = operations a token of one rank / (0.4 x the GPU's peak)
+
+Operations are vLLM's own count (``vllm.v1.metrics.perf``), of a prompt of 8,192 tokens. The peak is that of dense
+matrix products in bfloat16: CUDA cores x highest clock, which NVML reports without a CUDA context, x operations a core
+and clock (NVIDIA's white paper of each architecture). Engines reach 0.5 to 0.6 of it with a large model. The
+estimate is high on purpose: a burst that a fast tier has is computed in part where it is low, and a slow tier is
+recognised up to one and a half times what computing takes. Weights in 8 bits are computed up to twice as fast.
+"""
+
+import logging
+import math
+from typing import Any
+
+__all__ = ["estimated_prefill_seconds", "operations_per_token", "peak_operations"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_TOKENS = 8192
+_REACHED = 0.4
+_OPERATIONS = {
+    (7, 0): 16,
+    (7, 5): 16,
+    (8, 0): 32,
+    (8, 6): 8,
+    (8, 9): 8,
+    (9, 0): 32,
+    (10, 0): 64,
+    (10, 3): 64,
+    (12, 0): 8,
+}
+"""Operations of one CUDA core in one clock, by compute capability; a multiply and an add are two."""
+
+
+def estimated_prefill_seconds(vllm_config: Any) -> float | None:
+    """Return the estimated seconds to compute a token of a prompt; None where model or device is not known."""
+    try:
+        operations = operations_per_token(vllm_config)
+        peak = _peak_of_first_gpu()
+    except Exception as error:  # noqa: BLE001 -- vLLM's and NVML's own code, of any release; core has a prior of its own
+        _log.debug("what computing a prompt takes is not estimated: %s", error)
+        return None
+    seconds = operations / (_REACHED * peak) if peak else 0.0
+    return seconds if 0 < seconds < math.inf else None
+
+
+def peak_operations(capability: tuple[int, int], cores: int, clock_mhz: int) -> float:
+    """Return the peak of dense bfloat16 products, in operations a second; 0 for an architecture not known here."""
+    return _OPERATIONS.get(capability, 0) * cores * clock_mhz * 1e6
+
+
+def operations_per_token(vllm_config: Any) -> float:
+    """Return the operations that one rank makes for a token of a long prompt, by vLLM's count."""
+    from vllm.v1.metrics.perf import ExecutionContext, ModelMetrics
+
+    prompt = ExecutionContext.from_single_request(_TOKENS, _TOKENS, is_prefill=True)
+    return float(ModelMetrics(vllm_config).get_num_flops(prompt)) / _TOKENS
+
+
+def _peak_of_first_gpu() -> float:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return 0.0
+    from vllm.utils.import_utils import import_pynvml
+
+    nvml = import_pynvml()
+    nvml.nvmlInit()
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByIndex(current_platform.device_id_to_physical_device_id(0))
+        return peak_operations(
+            tuple(nvml.nvmlDeviceGetCudaComputeCapability(gpu)),
+            nvml.nvmlDeviceGetNumGpuCores(gpu),
+            nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        )
+    finally:
+        nvml.nvmlShutdown()
