@@ -239,7 +239,8 @@ class _Engine:
             all_tiers=0.5 if self.load_wait is None else 0.9,
             store_reserve=0.05,
             job_bytes=_JOB_CHUNKS * _ROW_BYTES,
-            prior_seconds_per_token=scene.estimate or CHUNK_BYTES / CHUNK_TOKENS / 1e9,
+            prior_seconds_per_token=CHUNK_BYTES / CHUNK_TOKENS / 1e9,
+            estimated_seconds_per_token=scene.estimate,
         )
         view = memoryview(bytearray(scene.rows * _ROW_BYTES))
         primary = CPUPrimaryTier(scene.rows, _ROW_BYTES, view, clock=clock)

@@ -80,7 +80,7 @@ class EngineFacts:
     ``way_in``: what uses kvtiers, for the start line in the log; ``release``: the engine's, for what is recorded beside
     the values. ``memory``: by ``begin_memory``, for this config. ``naming``: how KV events name the engine;
     ``listener``: its own, of the manager's events. ``prefill_seconds``: its estimate of what computing a token of a
-    prompt takes; None: by the size of a token's KV.
+    prompt takes; None: it has none.
     """
 
     way_in: str = "by its Python API"
@@ -124,7 +124,7 @@ def open_manager(
         recorder = _recorder(config, layout, undo)
         publisher = _publisher(config, layout, engine.naming, undo)
         tracing = _tracing(config, layout, engine_id, undo)
-        options = partial(_tiering_options, prior=engine.prefill_seconds or prior_seconds_per_token(layout))
+        options = partial(_tiering_options, prior=prior_seconds_per_token(layout), estimate=engine.prefill_seconds)
         what_if = _what_if(config, layout, region)  # last: nothing below starts a thread, which can fail
         manager = TieringManager(
             engine_id,
@@ -318,11 +318,12 @@ def _chunks_of(tier: TierConfig, value_bytes: int, rows: int) -> int:
     return min(most, max(1, capacity // value_bytes)) if isinstance(capacity, int) else most
 
 
-def _tiering_options(config: OffloadConfig, prior: float = 0.0) -> TieringOptions:
+def _tiering_options(config: OffloadConfig, prior: float = 0.0, estimate: float | None = None) -> TieringOptions:
     return TieringOptions(
         lookup_wait=config.lookup_wait,
         load_wait=None if config.load_wait == "auto" else config.load_wait,
         prior_seconds_per_token=prior,
+        estimated_seconds_per_token=estimate or 0.0,
         store_reserve=config.budgets.store_reserve,
         all_tiers=config.budgets.all_tiers,
         one_tier=config.budgets.one_tier,

@@ -81,14 +81,15 @@ def test_with_an_estimate_of_computing_the_first_request_finds_out_that_a_tier_i
 @pytest.mark.parametrize("off", [1.2, 1.5])
 @pytest.mark.parametrize("answer", [0.0, 0.03, 0.1])
 @pytest.mark.parametrize("speed", [9, 17])
-def test_with_an_estimate_a_burst_that_a_fast_tier_of_eight_hosts_has_ends_as_soon_as_where_all_is_loaded(
+def test_with_an_estimate_too_a_burst_that_a_fast_tier_of_eight_hosts_has_is_loaded_whole(
     benchmark, speed, answer, off
 ):
     tier = benchmark.Tier(benchmark.rate(speed), 0.02, answer, hosts=8)
     scene = benchmark.Scene(benchmark.known(24, 8_192, 0.0, 0.0), [tier], estimate=off * 30e-6)
     found = played(benchmark, scene)
+    assert found["decide"].loaded_tokens == 24 * 8_192
     assert found["decide"].end <= 1.05 * found["load"].end
-    assert benchmark.regret(found) <= 1.08
+    assert benchmark.regret(found) <= 1.1
 
 
 def test_a_tier_faster_than_any_gpu_is_loaded_from_without_a_trial(benchmark):

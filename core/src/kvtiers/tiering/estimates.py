@@ -22,10 +22,10 @@ those between any two of the last 16 steps that are far enough apart (Theil-Sen)
 is left. No token is priced as further into its prompt than those that were computed: the saving is never guessed too
 high. The decision whether to load takes all tokens to cost the same.
 
-Before the first step a prior stands: the engine's own estimate, as vLLM's integration makes one of the model's
-operations and the GPU's peak. Without one the engine is taken to make so much KV a second: GPUs make 1 GB/s (a small
-one) to 7 GB/s (an H100 with a model of 1 billion parameters; 4 GB/s with one of 8 billion: 128 KiB a token in 30 us).
-That prior is the low end: it takes computing to be dear, so that the first request that hits in a tier is loaded.
+Before the first step a prior stands: an engine that makes so much KV a second. GPUs make 1 GB/s (a small one) to
+7 GB/s (an H100 with a model of 1 billion parameters; 4 GB/s with one of 8 billion: 128 KiB a token in 30 us). The prior
+is the low end: it takes computing to be dear, so that the first request that hits in a tier is loaded. An engine may
+give an ``estimate`` of its own, as vLLM's integration makes one of the model's operations and the GPU's peak.
 
 **Load rate** (``LoadRate``): seconds to a tier's first chunk, and seconds a chunk from then on.
 
@@ -84,8 +84,9 @@ class _Step(NamedTuple):
 class PrefillCost:
     """Observed on the engine's thread; ``seconds_per_token`` may be read on any. ``prior``: until a step was seen."""
 
-    def __init__(self, prior: float = 0.0) -> None:
+    def __init__(self, prior: float = 0.0, estimate: float = 0.0) -> None:
         self.seconds_per_token = prior
+        self.estimate = estimate or prior
         self.is_measured = False
         self._steps: deque[_Step] = deque(maxlen=_POSITIONED_STEPS)
         self._fit: tuple[float, float] | None = None

@@ -34,6 +34,7 @@ from kvtiers.secondary.tier_jobs import (
     moved,
     without,
 )
+from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_prices import LoadPrices
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
@@ -51,8 +52,9 @@ class TieringOptions:
     """Bounds of the tiering manager; shares are of all rows, at least one row each.
 
     ``load_wait`` None: wait for a promotion as long as computing the chunks would take; ``prior_seconds_per_token``:
-    what a token of a prompt takes, until the engine has computed one. ``job_bytes``: larger jobs cost the engine's
-    thread less, smaller ones come free sooner.
+    what a token of a prompt takes, until the engine has computed one; ``estimated_seconds_per_token``: the engine's own
+    estimate of that, 0 without one. ``job_bytes``: larger jobs cost the engine's thread less, smaller ones come free
+    sooner.
     """
 
     lookup_wait: float = 0.020
@@ -63,6 +65,11 @@ class TieringOptions:
     clean_reserve: float = 0.05
     job_bytes: int = 128 * 2**20
     prior_seconds_per_token: float = 0.0
+    estimated_seconds_per_token: float = 0.0
+
+    def prefill_cost(self) -> PrefillCost:
+        """Return what computing is taken to cost, of which nothing is measured yet."""
+        return PrefillCost(self.prior_seconds_per_token, self.estimated_seconds_per_token)
 
 
 OnEnd: TypeAlias = Callable[[TierSlot, Sequence[OffloadKey], Sequence[OffloadKey]], None]

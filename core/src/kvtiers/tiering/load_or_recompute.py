@@ -29,7 +29,8 @@ and the request's own chunks would come after those anyway.
 the bound above limits what that can cost it; the requests behind it are decided by a prior. While a first load is in
 flight, the tier counts as at least as slow as that load's time so far, so that later requests are computed. A tier that
 was too slow is tried again every 5 s, with 16 or 64 chunks in turn. Before the engine has computed anything, its speed
-is a prior too, and a request waits at least ``lookup_wait``. Where a tier has all prompts nothing would ever be
+is a prior too, or for a request that has the engine to itself the engine's own estimate, and a request waits at least
+``lookup_wait``. Where a tier has all prompts nothing would ever be
 computed, and the prior stay: one request then has the last sixteenth of its tokens computed, unless the tier is as fast
 as the fastest GPU may be.
 
@@ -205,7 +206,21 @@ class Waits:
     def _seconds_by_gpu(self, tokens: float, state: RequestState) -> float:
         """Return the seconds to compute this many tokens of a request, and those of other requests that count."""
         ahead, behind = self.gpu.ahead, self.behind(state)
-        return self._at_least((ahead + tokens + min(behind, tokens)) * self.cost.seconds_per_token)
+        return self._at_least((ahead + tokens + min(behind, tokens)) * self._seconds_per_token(state))
+
+    def _seconds_per_token(self, state: RequestState) -> float:
+        """Return what a token of this request costs: until that is measured, by the estimate if nothing is beside it.
+
+        Beside others the prior stands, which takes computing to be dear: in a burst the first loads look slow, since
+        several run at once, and what is computed for that holds up all loads behind it.
+        """
+        if (
+            self.cost.is_measured
+            or self.has_prompts_beside(state)
+            or any(map(_loads_for_others, state.loading.items()))
+        ):
+            return self.cost.seconds_per_token
+        return self.cost.estimate
 
     def _at_least(self, seconds: float) -> float:
         return seconds if self.cost.is_measured else max(self._options.lookup_wait, seconds)
@@ -269,7 +284,7 @@ class Waits:
             return self._options.load_wait
         ahead, behind = state.queue
         tokens = ahead + state.load_tokens + min(behind, state.load_tokens) + self._spared_before(state)
-        return self._at_least(LATE * tokens * self.cost.seconds_per_token)
+        return self._at_least(LATE * tokens * self._seconds_per_token(state))
 
     def _spared_before(self, state: RequestState) -> float:
         """Return the tokens of others that fast tiers bring, or have brought, before the request's own.
@@ -305,3 +320,8 @@ class Waits:
             return False
         tokens = state.load_tokens * own_left / own
         return left > STAY * (self._seconds_by_gpu(tokens, state) + spared)
+
+
+def _loads_for_others(loading: tuple[TierSlot, tuple[int, int]]) -> bool:
+    slot, (_, own) = loading
+    return slot.metrics.loading_chunks > own

@@ -27,7 +27,7 @@ from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.commands import CommandQueue, Operations, Parts
 from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, ShadowSide
-from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.load_prices import LoadPrices
@@ -139,7 +139,7 @@ class TieringManager:
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._provenance = Provenance(self._slots)
-        self._waits = Waits(options, clock, PrefillCost(options.prior_seconds_per_token))
+        self._waits = Waits(options, clock, options.prefill_cost())
         prices = LoadPrices(self._waits.cost, prefix_group, tokens_per_chunk[prefix_group])
         self._jobs = tracing.jobs(primary, self._slots, self._provenance, options, clock, prices)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)

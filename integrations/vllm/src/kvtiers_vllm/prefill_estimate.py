@@ -6,9 +6,9 @@
 
 Operations are vLLM's own count (``vllm.v1.metrics.perf``), of a prompt of 8,192 tokens. The peak is that of dense
 matrix products in bfloat16: CUDA cores x highest clock, which NVML reports without a CUDA context, x operations a core
-and clock (NVIDIA's white paper of each architecture). Engines reach 0.5 to 0.6 of it with a large model. The
-estimate is high on purpose: a burst that a fast tier has is computed in part where it is low, and a slow tier is
-recognised up to one and a half times what computing takes. Weights in 8 bits are computed up to twice as fast.
+and clock (NVIDIA's white paper of each architecture). Engines reach 0.5 to 0.6 of it with a large model: the estimate
+is high on purpose, so that a first load is not given up because a tier looks slow in its first moment. Weights in 8
+bits are computed up to twice as fast.
 """
 
 import logging
