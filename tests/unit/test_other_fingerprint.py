@@ -9,6 +9,7 @@ from tests.unit.test_runtime import KEYS, LAYOUT, config, copied, running, step_
 
 from kvtiers.cli.main import cli
 from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.runtime import EngineFacts
 from kvtiers.types import BlockSpec, RequestContext
 
 OTHER = dataclasses.replace(LAYOUT, model=dataclasses.replace(LAYOUT.model, kv_dtype="fp8"))
@@ -44,14 +45,14 @@ def said(caplog):
 @pytest.mark.parametrize("io", ["thread", "process"])
 def test_the_field_that_differs_is_named_once_and_du_shows_them_apart(disk, tmp_path, caplog, io):
     tiers = config(secondary=[disk | {"io": io}])
-    with running(tiers, release="vLLM 0.32.0") as engine:
+    with running(tiers, engine=EngineFacts(release="vLLM 0.32.0")) as engine:
         store(engine)
         first = engine[0].fingerprint()
     assert said(caplog) == []
-    with running(tiers, release="vLLM 0.32.0") as engine:
+    with running(tiers, engine=EngineFacts(release="vLLM 0.32.0")) as engine:
         step_until(engine[0], lambda: is_open(engine[0]))
     assert said(caplog) == [], "they are its own"
-    with running(tiers, OTHER, release="vLLM 0.33.0") as engine:
+    with running(tiers, OTHER, engine=EngineFacts(release="vLLM 0.33.0")) as engine:
         store(engine)
         second = engine[0].fingerprint()
     (line,) = said(caplog)
