@@ -15,7 +15,6 @@ OF_ITS_OWN = {
     "kvtiers.cli.store.proof": "what a deletion's proof looks at; commands.py has the command line",
     "kvtiers_example.memory_store": "the template for a store: the entry point imports it late, in the tier host alone",
     "kvtiers_replay.rag_workload": "a workload, as the others beside it; benchmarks import it, too",
-    "kvtiers_vllm.prefill_estimate": "a model of computing, with vLLM's and NVML's internals; spec.py builds",
     "kvtiers_azure.failures": "what Azure says, as the other services' failures",
     "kvtiers_gcs.store": "the entry point imports it late, in the tier host alone",
     "kvtiers_objectstore.speed": "`kvtiers check` alone imports it, late",

@@ -4,6 +4,7 @@ The real manager runs in an engine that is played by the clock (``benchmarks/rig
 """
 
 import importlib
+import random
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,16 @@ def test_with_an_estimate_of_computing_the_first_request_finds_out_that_a_tier_i
     found = played(benchmark, scene)
     assert max(found["decide"].seconds) <= 1.5 * max(found["compute"].seconds)
     assert benchmark.regret(found) <= 1.07
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("speed", [9, 15])
+def test_with_an_estimate_a_first_request_is_loaded_whole_from_a_fast_tier_of_eight_hosts(benchmark, speed, seed):
+    """Its jobs run eight at a time, and do not end at once: when the first has landed the tier looks slow."""
+    some = random.Random(seed)
+    tier = benchmark.Tier(lambda now: benchmark.rate(speed)(now) * some.uniform(0.9, 1.1), 0.005, 0.01, hosts=8)
+    scene = benchmark.Scene(benchmark.known(1, 16_384, 0.0, 0.0), [tier], estimate=45e-6)
+    assert benchmark.play(scene, "decide").loaded_tokens == 16_384
 
 
 @pytest.mark.parametrize("off", [1.2, 1.5])

@@ -29,8 +29,9 @@ and the request's own chunks would come after those anyway.
 the bound above limits what that can cost it; the requests behind it are decided by a prior. While a first load is in
 flight, the tier counts as at least as slow as that load's time so far, so that later requests are computed. A tier that
 was too slow is tried again every 5 s, with 16 or 64 chunks in turn. Before the engine has computed anything, its speed
-is a prior too, or for a request that has the engine to itself the engine's own estimate, and a request waits at least
-``lookup_wait``. Where a tier has all prompts nothing would ever be
+is a prior too, or for the load of a request that has the engine to itself the engine's own estimate, and a request
+waits at least ``lookup_wait``. A load is not given up in its first moment then, when several jobs run beside the first
+that lands. Where a tier has all prompts nothing would ever be
 computed, and the prior stay: one request then has the last sixteenth of its tokens computed, unless the tier is as fast
 as the fastest GPU may be.
 
@@ -58,6 +59,8 @@ TRIAL = 16
 _LEAST_TRIAL = 256  # tokens: computing fewer says little
 _TRIAL_SECONDS = 5.0
 _FASTEST_GPU = 7e9  # bytes of KV a second: an H100 with a model of 1 billion parameters
+_FIRST_LOOK = 0.25
+"""Until something was computed, a load is not given up within this share of the time that computing may take."""
 STAY = 1.25
 """A request stops to wait for a load whose rest takes more than so many times as long as computing."""
 
@@ -214,13 +217,15 @@ class Waits:
         Beside others the prior stands, which takes computing to be dear: in a burst the first loads look slow, since
         several run at once, and what is computed for that holds up all loads behind it.
         """
-        if (
-            self.cost.is_measured
+        return self.cost.seconds_per_token if self.cost.is_measured or self._is_beside(state) else self.cost.estimate
+
+    def _is_beside(self, state: RequestState) -> bool:
+        """Return whether the request has others beside it, or had when it began to wait."""
+        return (
+            state.was_beside
             or self.has_prompts_beside(state)
-            or any(map(_loads_for_others, state.loading.items()))
-        ):
-            return self.cost.seconds_per_token
-        return self.cost.estimate
+            or any(_loads_for_others(slot, state) for slot in state.slots)
+        )
 
     def _at_least(self, seconds: float) -> float:
         return seconds if self.cost.is_measured else max(self._options.lookup_wait, seconds)
@@ -260,6 +265,7 @@ class Waits:
         if state.load_since is None:
             state.load_since = now
             state.queue = self.gpu.ahead, self.behind(state)
+            state.was_beside = self._is_beside(state)
             state.ended_before = {slot: slot.ended_chunks for slot in state.slots}
         state.load_tokens = max(state.load_tokens, tokens)
         if not state.load_over:
@@ -303,8 +309,11 @@ class Waits:
     def _is_overtaken(self, state: RequestState, waited: float) -> bool:
         """Return whether what is left of the request's loads takes clearly longer than computing it would.
 
-        By what the tiers have shown: one that falls silent has as long as the request waits.
+        By what the tiers have shown: one that falls silent has as long as the request waits. While nothing was computed
+        not at once: a tier reads several jobs at a time, and looks slow when the first of them has landed.
         """
+        if not self.cost.is_measured and waited < _FIRST_LOOK * state.load_tokens * self.cost.estimate:
+            return False
         left, own_left, own, spared = 0.0, 0, 0, 0.0
         per_chunk = state.load_tokens / max(1, sum(chunks for _, chunks in state.loading.values()))
         for slot, (last, chunks) in state.loading.items():
@@ -322,6 +331,6 @@ class Waits:
         return left > STAY * (self._seconds_by_gpu(tokens, state) + spared)
 
 
-def _loads_for_others(loading: tuple[TierSlot, tuple[int, int]]) -> bool:
-    slot, (_, own) = loading
-    return slot.metrics.loading_chunks > own
+def _loads_for_others(slot: TierSlot, state: RequestState) -> bool:
+    last, own = state.loading.get(slot, (0, 0))
+    return slot.metrics.loading_chunks > min(own, max(0, last - slot.ended_chunks))

@@ -81,6 +81,8 @@ class RequestState:
     """It waits no longer since computing is sooner, not since its time is over."""
     tenant: str = ""
     """Of its parameters: its keys are this tenant's."""
+    was_beside: bool = False
+    """It had others beside it when it began to wait for a load."""
     queue: tuple[float, int] = (0.0, 0)
     """Tokens to be computed before it and behind it, when it began to wait for promotions."""
     ended_before: dict[TierSlot, int] = field(default_factory=dict)

@@ -46,9 +46,10 @@ def estimated_prefill_seconds(vllm_config: Any) -> float | None:
     return seconds if 0 < seconds < math.inf else None
 
 
-def peak_operations(capability: tuple[int, int], cores: int, clock_mhz: int) -> float:
+def peak_operations(name: str, capability: tuple[int, int], cores: int, clock_mhz: int) -> float:
     """Return the peak of dense bfloat16 products, in operations a second; 0 for an architecture not known here."""
-    return _OPERATIONS.get(capability, 0) * cores * clock_mhz * 1e6
+    share = 0.5 if "GeForce" in name else 1.0  # they add in 32 bits at half of the rate
+    return share * _OPERATIONS.get(capability, 0) * cores * clock_mhz * 1e6
 
 
 def operations_per_token(vllm_config: Any) -> float:
@@ -70,10 +71,21 @@ def _peak_of_first_gpu() -> float:
     nvml.nvmlInit()
     try:
         gpu = nvml.nvmlDeviceGetHandleByIndex(current_platform.device_id_to_physical_device_id(0))
+        if _is_divided(nvml, gpu):
+            return 0.0
         return peak_operations(
+            str(nvml.nvmlDeviceGetName(gpu)),
             tuple(nvml.nvmlDeviceGetCudaComputeCapability(gpu)),
             nvml.nvmlDeviceGetNumGpuCores(gpu),
             nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
         )
     finally:
         nvml.nvmlShutdown()
+
+
+def _is_divided(nvml: Any, gpu: Any) -> bool:
+    """Return whether the GPU is divided by MIG: NVML's figures are those of all its parts then."""
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(gpu)[0])
+    except nvml.NVMLError_NotSupported:
+        return False
