@@ -1,9 +1,9 @@
 """The compressed store: a tier's store as the rest of its host sees it where the tier has ``compression``.
 
-It stands between the seal and the store's calls. Values come sealed and leave to be checked; here they are compressed
-and decompressed, in memory of the calling thread. A stored value that is as long as the value is not compressed, as
-from before the option was set: it is read all the same. What cannot be decompressed is given on without a seal, and so
-is found to be damaged, counted and deleted like any such value; what is of another format is absent.
+It stands between the seal and the store's calls. Values come sealed, and are checked once they are read; here they are
+compressed and decompressed, in memory of the calling thread. A stored value that is as long as the value is not
+compressed, as from before the option was set: it is read all the same. What cannot be decompressed is given on without
+a seal, and so is found to be damaged, counted and deleted like any such value; what is of another format is absent.
 
 Abilities by which a store moves bytes between its backend and a row are of no use here, and are not asked for.
 """

@@ -29,11 +29,10 @@ and the request's own chunks would come after those anyway.
 the bound above limits what that can cost it; the requests behind it are decided by a prior. While a first load is in
 flight, the tier counts as at least as slow as that load's time so far, so that later requests are computed. A tier that
 was too slow is tried again every 5 s, with 16 or 64 chunks in turn. Before the engine has computed anything, its speed
-is a prior too, or for the load of a request that has the engine to itself the engine's own estimate, and a request
-waits at least ``lookup_wait``. A load is not given up in its first moment then, when several jobs run beside the first
-that lands. Where a tier has all prompts nothing would ever be
-computed, and the prior stay: one request then has the last sixteenth of its tokens computed, unless the tier is as fast
-as the fastest GPU may be.
+is a prior too; for the load of a request that has the engine to itself it is the engine's own estimate, if there is
+one. A request waits at least ``lookup_wait`` then, and a load is not given up in its first moment, when several jobs
+run beside the first that lands. Where a tier has all prompts nothing would ever be computed, and the prior would stay:
+one request then has the last sixteenth of its tokens computed, unless the tier is as fast as the fastest GPU may be.
 
 ``load_wait`` in seconds replaces all of this: what a tier has is loaded, and waited for so long.
 """
