@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 TRACES = "KVTIERS_TRACES"
-SHARED_SERVERS = ("plugins/azure_tier/", "plugins/gcs_tier/", "plugins/redis_tier/", "plugins/s3_tier/")
-"""Folders whose files share servers that are started once in a process."""
+SHARED_FIXTURES = (
+    "plugins/azure_tier/", "plugins/gcs_tier/", "plugins/redis_tier/", "plugins/s3_tier/", "tests/packaging/",
+)  # fmt: skip
+"""Folders whose files share what a process makes once: servers, wheels."""
 
 
 def work_unit(nodeid: str) -> str:
-    """Return what one of several processes runs at a stretch: a file, or a folder whose files share servers."""
+    """Return what one of several processes runs at a stretch: a file, or a folder whose files share fixtures."""
     file = nodeid.partition("::")[0]
-    return next((folder for folder in SHARED_SERVERS if file.startswith(folder)), file)
+    return next((folder for folder in SHARED_FIXTURES if file.startswith(folder)), file)
 
 
 def pytest_configure() -> None:

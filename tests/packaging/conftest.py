@@ -1,14 +1,14 @@
 """Every distribution, built once as a release would be, and each in a clean environment of its own."""
 
-import json
 import os
-import re
 import subprocess
 import sys
 import tomllib
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("core/", "replay/", "integrations/*/", "libraries/*/", "plugins/*/")
 PROJECTS = sorted(path.parent for pattern in PATTERNS for path in ROOT.glob(f"{pattern}pyproject.toml"))
+CLIENTS = {"kvtiers-mooncake": "client"}
+"""The extra with a tier's client library, where that is no dependency."""
 
 
 def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
@@ -50,15 +52,21 @@ class Distribution:
         return tomllib.loads((self.folder / "pyproject.toml").read_text())["project"]
 
     @property
+    def client(self) -> list[str]:
+        """The requirement that brings the client library of its tier, where that is no dependency."""
+        return [f"{self.name}[{extra}]" for name, extra in CLIENTS.items() if name == self.name]
+
+    @property
     def tier_types(self) -> set[str]:
         return set(self.metadata.get("entry-points", {}).get("kvtiers.tiers", {}))
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment in an empty folder."""
+    """A virtual environment in an empty folder, which takes what it installs from a folder of wheels alone."""
 
     folder: Path
+    wheelhouse: Path
     packages: set[str] = field(default_factory=set)  # as they were after the first installation
 
     @property
@@ -69,11 +77,13 @@ class Environment:
     def create(self, *requirements: str | Path) -> None:
         venv.create(self.folder / "venv", symlinks=True)
         self.install(*requirements)
-        listed = json.loads(run(*self._pip, "list", "--format=json", cwd=self.folder))
-        self.packages.update(package["name"].lower() for package in listed)
+        (site_packages,) = (self.folder / "venv").glob("lib/*/site-packages")
+        self.packages.update(found.name.lower() for found in metadata.distributions(path=[str(site_packages)]))
 
     def install(self, *requirements: str | Path) -> None:
-        run(*self._pip, "install", "--quiet", *requirements, cwd=self.folder)
+        # Without compiling: what a test imports is a small part of it.
+        options = ("--quiet", "--no-compile", "--no-index", "--find-links", self.wheelhouse)
+        run(*self._pip, "install", *options, *requirements, cwd=self.folder)
 
     def run(self, program: str, *arguments: str | Path, status: int = 0) -> str:
         return run(self.folder / "venv/bin" / program, *arguments, cwd=self.folder, status=status)
@@ -85,8 +95,9 @@ def command() -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def environment() -> type[Environment]:
-    return Environment
+def environment(wheelhouse: Path) -> Callable[[Path], Environment]:
+    """Return a function that gives the environment of an empty folder."""
+    return partial(Environment, wheelhouse=wheelhouse)
 
 
 @pytest.fixture(scope="session")
@@ -100,17 +111,26 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.fixture(scope="session")
+def wheelhouse(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with our wheels and those of all that they need: what pip would find, looked for and fetched once."""
+    folder = tmp_path_factory.mktemp("wheelhouse")
+    extras = {"kvtiers": "testing"} | CLIENTS
+    wanted = [f"{wheel}[{extras[name]}]" if name in extras else wheel for name, wheel in wheels.items()]
+    run(sys.executable, "-m", "pip", "download", "--quiet", "--dest", folder, *wanted, cwd=folder)
+    return folder
+
+
 @pytest.fixture(scope="session", params=PROJECTS, ids=lambda folder: folder.name)
 def distribution(request: pytest.FixtureRequest) -> Distribution:
     return Distribution(request.param)
 
 
 @pytest.fixture(scope="session")
-def alone(distribution: Distribution, wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """A clean environment with this distribution and what it needs; what it needs of ours are our wheels."""
-    environment = Environment(tmp_path_factory.mktemp(distribution.name))
-    needed = {re.match(r"[\w-]+", requirement)[0] for requirement in distribution.metadata.get("dependencies", ())}
-    environment.create(
-        *{wheels[distribution.name], wheels["kvtiers"], *(wheels[name] for name in needed & wheels.keys())}
-    )
-    return environment
+def alone(
+    distribution: Distribution, environment: Callable[[Path], Environment], tmp_path_factory: pytest.TempPathFactory
+) -> Environment:
+    """A clean environment with this distribution, core and what they need."""
+    alone = environment(tmp_path_factory.mktemp(distribution.name))
+    alone.create("kvtiers", distribution.name)
+    return alone

@@ -16,10 +16,10 @@ WITH_ERRORS = "import subprocess, sys; subprocess.run(sys.argv[1:], stderr=subpr
 
 
 @pytest.fixture(scope="module")
-def author(wheels, environment, command, tmp_path_factory):
+def author(environment, command, tmp_path_factory):
     """An environment with kvtiers, its kit, the replay, and the author's two wheels; the author's tests beside it."""
     author = environment(tmp_path_factory.mktemp("author"))
-    author.create(f"{wheels['kvtiers']}[testing]", wheels["kvtiers-replay"])
+    author.create("kvtiers[testing]", "kvtiers-replay")
     author.run("kvtiers", "new-tier", "shelf", "--batch", "--listing")
     author.run("kvtiers", "new-tier", "lake", "--kind", "manager")
     for name in ("shelf", "lake"):

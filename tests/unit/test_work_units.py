@@ -21,10 +21,10 @@ _spec.loader.exec_module(suite)
         ("plugins/s3_tier/tests/test_store.py::test_a", "plugins/s3_tier/"),
     ],
 )
-def test_one_process_runs_a_whole_file_or_all_that_share_servers(test, unit):
+def test_one_process_runs_a_whole_file_or_all_that_share_fixtures(test, unit):
     assert suite.work_unit(test) == unit
 
 
-def test_folders_that_share_servers_exist():
-    for folder in suite.SHARED_SERVERS:
-        assert (ROOT / folder / "tests" / "conftest.py").is_file()
+def test_folders_that_share_fixtures_exist():
+    for folder in suite.SHARED_FIXTURES:
+        assert any((ROOT / folder).glob("**/conftest.py"))
