@@ -145,6 +145,37 @@ def test_after_a_rekey_an_engine_with_the_new_key_finds_all_and_has_nothing_to_s
     assert "latest values" not in caplog.text
 
 
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_tenant_with_a_key_of_its_own_has_its_values_under_it_and_its_engines_alone_read_them(disk, key, io):
+    tiers = {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "30s", "secondary": [disk | {"io": io}]}
+    tiers["tenants"] = {}
+    value = np.arange(4032, dtype=np.uint8)
+
+    def found(**keys):
+        """Return whether an engine with these keys finds what blue, red and one without a tenant have stored."""
+        with open_client(tiers | {"encryption": keys}, ModelIdentity("m", weights="w"), 4032) as client:
+            answers = []
+            for tenant in ("blue", "red", ""):
+                row = np.zeros(4032, np.uint8)
+                answers.append(client.get_into(KEYS[:1], [row], tenant=tenant)[0])
+                assert np.array_equal(row, value) or not answers[-1]
+        return [bool(answer) for answer in answers]
+
+    keys = {"key": key(1), "tenants": {"blue": {"key": key(2)}, "red": {"key": {"command": ["cat", key(3)["file"]]}}}}
+    with open_client(tiers | {"encryption": keys}, ModelIdentity("m", weights="w"), 4032) as client:
+        for tenant in ("blue", "red", ""):
+            assert all(client.put(KEYS[:1], [value], tenant=tenant).stored)
+    assert len({parse_name(name).key_id for name in names(disk)}) == 3
+    assert found(key=key(2)) == [True, False, False], "blue's own engine"
+    if io == "process":  # the rest is the same on whatever side of the socket pair
+        return
+    assert found(**keys) == [True, True, True]
+    assert found(key=key(1)) == [False, False, True]
+    assert found(key=key(1), tenants={"blue": {"key": key(4), "previous": key(2)}}) == [True, False, True]
+    gone = {"blue": keys["tenants"]["blue"], "red": {"key": {"command": ["cat", "/nowhere/red.key"]}}}
+    assert found(key=key(1), tenants=gone) == [True, False, True]
+
+
 def test_a_key_that_cannot_be_had_at_the_start_is_one_line_and_the_engine_runs(disk, caplog):
     tiers = config(secondary=[disk], encryption={"key": {"command": ["sh", "-c", "echo no access >&2; exit 4"]}})
     with running(tiers) as (manager, _, _):
@@ -198,7 +229,8 @@ manager.shutdown(10)
 
 def test_no_key_is_in_a_log_a_status_a_text_of_the_config_or_a_report(disk, key, tmp_path, monkeypatch):
     file, source = tmp_path / "tiers.yaml", key()
-    document = config(secondary=[disk], encryption={"key": source}) | {"start_wait": "30s"}
+    encryption = {"key": key(1), "tenants": {"blue": {"key": source}}}
+    document = config(secondary=[disk], encryption=encryption) | {"start_wait": "30s", "tenants": {}}
     file.write_text(json.dumps(document))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(file)], capture_output=True, text=True, timeout=120, check=True
@@ -214,7 +246,9 @@ def test_no_key_is_in_a_log_a_status_a_text_of_the_config_or_a_report(disk, key,
     assert f"file: {source['file']}" in report.output, "where it is from is no secret"
     assert "a library prints ***" in report.output
     checked = CliRunner().invoke(cli, ["check", str(file)])
-    assert re.search(r"ok +encryption +key [0-9a-f]{8} of namespace 'default'", checked.output), checked.output
+    for whose in ("namespace 'default'", "tenant 'blue'"):
+        assert re.search(rf"ok +encryption +key [0-9a-f]{{8}} of {whose}", checked.output), checked.output
+    assert re.search(r"own: tenants 'blue': key [0-9a-f]{8}$", said, re.MULTILINE), said
     for text in (said, report.output, checked.output, (tmp_path / "kvtiers-report.txt").read_text()):
         assert not [form for form in FORMS if form in text]
 
@@ -267,8 +301,14 @@ def test_check_says_why_there_is_no_key_and_which_tier_is_in_clear(disk, key, tm
     for encryption, tiers, status, words in (
         ({"key": {"command": ["sh", "-c", "exit 5"]}}, [], 1, ["'sh' failed with exit status 5"]),
         ({"key": source}, [disk | {"encrypt": False}], 0, ["default'; in clear: fs", "(mode 0644). Fix: chmod 600 it"]),
+        (
+            {"key": key(1), "tenants": {"blue": {"key": {"command": ["false"]}}, "red": {"key": key(1)}}},
+            [],
+            1,
+            ["encryption.tenants.blue.key.command: 'false' failed", "tenant 'red' and requests without a tenant have"],
+        ),
     ):
-        file.write_text(json.dumps(config(secondary=tiers, encryption=encryption)))
+        file.write_text(json.dumps(config(secondary=tiers, encryption=encryption) | {"tenants": {}}))
         checked = CliRunner().invoke(cli, ["check", str(file)])
         assert all(said in " ".join(checked.output.split()) for said in words), checked.output
         assert checked.exit_code == status, checked.output
@@ -282,6 +322,8 @@ def test_check_says_why_there_is_no_key_and_which_tier_is_in_clear(disk, key, tm
         ("{key: SECRET-1}", "key: '***'"),
         ("{previous: {file: SECRET-2}}", "previous: '***'"),
         ("SECRET-2", "encryption: '***'"),
+        ("{key: {env: X}, tenants: {blue: {key: {env: KV_KEY}, previous: {command: [kms, SECRET-1]}}}}", "env: KV_KEY"),
+        ("{key: {env: X}, tenants: {blue: SECRET-1, SECRET-2: {key: {env: X}}}}", "blue: '***'"),
     ],
 )
 def test_a_report_shows_where_keys_are_from_and_no_key(tmp_path, monkeypatch, written, shown):

@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 from tests.unit.encryption.keyed import random_key
 
+from kvtiers.api import make_offload_key
+from kvtiers.api.keys import with_tenant
 from kvtiers.cli.main import cli
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_keys
@@ -39,12 +41,17 @@ class Disk:
             self.files[name].write_bytes(base64.b64encode(os.urandom(32)))
             self.files[name].chmod(0o600)
 
-    def config(self, *keys):
-        sources = {what: {"file": str(self.files[key])} for what, key in zip(("key", "previous"), keys, strict=False)}
+    def sources(self, *keys):
+        return {what: {"file": str(self.files[key])} for what, key in zip(("key", "previous"), keys, strict=False)}
+
+    def config(self, *keys, **tenants):
+        sources = self.sources(*keys)
+        if tenants:
+            sources["tenants"] = tenants
         tier = {"type": "fs", "name": "disk", "path": str(self.path), "capacity": "1GiB", "min_free": "0B"}
         document = {"version": 1, "namespace": "prod", "primary": {"capacity": "64MiB"}, "secondary": [tier]}
         file = self.folder / "tiers.yaml"
-        file.write_text(json.dumps(document | ({"encryption": sources} if sources else {})))
+        file.write_text(json.dumps(document | ({"encryption": sources} if sources else {}) | {"tenants": {}}))
         return str(file)
 
     def names(self, key, names=NAMES):
@@ -201,6 +208,35 @@ def test_rekey_without_two_keys_is_one_line(disk, run):
         result = run("rekey", "--config", config)
         assert result.exit_code == 2
         assert "no two live keys; expected 'encryption: {key: ..., previous: ...}'" in result.output
+
+
+def test_tenants_with_keys_of_their_own_are_verified_and_rekeyed_by_them(disk, run):
+    """Blue leaves the namespace's key, red's is rotated, and green's key is gone."""
+    blue, red, green, plain = (
+        with_tenant(make_offload_key(os.urandom(32), 0), tenant) for tenant in ("blue", "red", "green", "")
+    )
+    for key, offload_key in (("one", blue), ("two", red), ("three", green), ("one", plain)):
+        disk.put(key, offload_key)
+    gone = {"key": {"command": ["sh", "-c", "echo key is destroyed >&2; exit 1"]}}
+    own = {"blue": disk.sources("three", "one"), "red": disk.sources("three", "two"), "green": gone}
+    config = disk.config("one", **own)
+    checked = run("verify", "--config", config, "--json")
+    assert counts(checked) == {"ok": 3, "locked": 1}
+    assert checked.exit_code == 0
+    assert checked.stderr.count("encryption.tenants.green.key.command: 'sh' failed with exit status 1: key is des") == 1
+    by_tenant = json.loads(run("du", "--config", config, "--by", "tenant", "--json").stdout)["tenants"]
+    assert {one["tenant"]: one["values"] for one in by_tenant} == {"blue": 1, "red": 1, "green": 1}
+    without_own = disk.config("one", blue=disk.sources("three"))
+    assert counts(run("verify", "--config", without_own, "--json")) == {"ok": 1, "locked": 3}, "by its own keys alone"
+    config = disk.config("one", **own)
+    assert counts(run("rekey", "--config", config, "--dry-run", "--json")) == {"previous": 2, "current": 1, "locked": 1}
+    assert counts(run("rekey", "--config", config, "--tenant", "red", "--json")) == {"rekeyed": 1}
+    assert counts(run("rekey", "--config", config, "--json")) == {"rekeyed": 1, "current": 2, "locked": 1}
+    for offload_key in (blue, red):
+        assert disk.get("three", offload_key) == content(offload_key)
+    assert [disk.get("one", blue), disk.get("two", red)] == [None, None]
+    assert disk.get("one", plain) == content(plain)
+    assert len(disk.listed()) == 4
 
 
 def test_rekey_goes_on_after_kill_9_and_loses_nothing(disk, run):

@@ -155,6 +155,41 @@ def test_a_key_that_was_written_into_the_config_by_mistake_stands_in_no_line_abo
         assert "encryption" in str(raised.value)
 
 
+def test_a_tenant_s_keys_are_checked_when_the_config_is_loaded(monkeypatch):
+    monkeypatch.setenv("KV_KEY", TEXT)
+    monkeypatch.setenv("KV_BLUE", base64.b64encode(RAW[::-1]).decode())
+    blue = {"key": {"env": "KV_BLUE"}, "previous": {"env": "KV_KEY"}}
+
+    def load(keys, tenants):
+        return load_config(config({"key": {"env": "KV_KEY"}, "tenants": keys}) | {"tenants": tenants})
+
+    encryption = load({"blue": blue}, {}).encryption
+    assert load_sources(dump_sources(encryption)) == encryption
+    assert encryption.of("blue").key.env == "KV_BLUE"
+    assert encryption.of("red") is encryption.of("") is encryption
+    load({"blue": blue}, {"unknown": False, "named": {"blue": {}}})
+    missing = {"key": {"file": "/nowhere/kv.key"}}
+    mistakes = [
+        ({"blue": blue}, None, "encryption.tenants: the config has no 'tenants'; add 'tenants: {}'"),
+        ({"blue": blue}, {"unknown": False}, "encryption.tenants.blue: this tenant is not among 'tenants"),
+        ({"Blue": blue}, {}, "encryption.tenants: tenant 'Blue' cannot be used; expected 1 to 64 of a-z"),
+        ({"blue": missing}, {}, "encryption.tenants.blue.key.file: cannot read '/nowhere/kv.key': No such file"),
+        ({"blue": {**blue, "previous": {"env": "KV_BLUE"}}}, {}, "encryption.tenants.blue.previous: the same key as"),
+        ({"blue": {}}, {}, "encryption.tenants.blue: 'key' is missing"),
+        ({"blue": None}, {}, "encryption.tenants.blue: expected a mapping of options, got nothing"),
+        ({"blue": {**blue, "tenants": {}}}, {}, "unknown option 'tenants'"),
+        ({TEXT: blue}, {}, "encryption.tenants: a name here looks like a key"),
+        ({"blue": TEXT}, {}, "encryption.tenants: expected a mapping with 'key' for 'blue'"),
+        (TEXT, {}, "encryption.tenants: expected a mapping of tenants, each with 'key'"),
+    ]
+    for keys, tenants, words in mistakes:
+        with pytest.raises(ConfigError) as raised:
+            load(keys, tenants)
+        [line] = raised.value.problems
+        assert words in line
+        assert TEXT[:12] not in line
+
+
 def test_a_tier_that_cannot_be_encrypted_is_refused_and_not_stored_in_clear():
     managed = {"type": "memory-async", "max_blocks": 8}
     with pytest.raises(

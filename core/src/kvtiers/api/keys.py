@@ -66,7 +66,7 @@ def group_of(key: OffloadKey) -> int:
 
 def tenant_of(key: OffloadKey) -> str:
     """Return the tenant in this key; "" if there is none."""
-    length = key[-_GROUP_BYTES]
+    length = key[-_GROUP_BYTES] if len(key) > _GROUP_BYTES else 0
     if not length or len(key) <= _GROUP_BYTES + length:
         return ""
     return key[-_GROUP_BYTES - length : -_GROUP_BYTES].decode("ascii", "replace")

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from kvtiers.api import Secret, TierPluginError
 from kvtiers.api.config import expand_variables
 from kvtiers.config.options import models_in
+from kvtiers.encryption.config import may_be_a_key
 from kvtiers.plugins import load_tier
 
 __all__ = ["Redaction"]
@@ -121,7 +122,7 @@ class Redaction:
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
         is_unknown = bool(models) and not fields
         if name == "encryption" and isinstance(value, Mapping):
-            return {str(key): self._key_source(part) for key, part in value.items()}
+            return self._key_sources(value)
         if isinstance(value, str) and _MAY_BE_A_KEY.fullmatch(value) and name == "encryption":
             return self._hidden(value)
         if name == "key" or name in secret_options or _is_secret(name):
@@ -131,6 +132,21 @@ class Redaction:
         return self._cleaned(
             value, [model for field in fields for model in models_in(field.annotation)], secret_options
         )
+
+    def _key_sources(self, value: Mapping[Any, Any]) -> dict[str, Any]:
+        """Return where the keys of ``encryption``, or of one of its tenants, come from."""
+        tenants = value.get("tenants")
+        shown = {str(name): self._key_source(part) for name, part in value.items() if name != "tenants"}
+        if isinstance(tenants, Mapping):
+            shown["tenants"] = {
+                self._hidden(name) if may_be_a_key(name) else name: (
+                    self._key_sources(own) if isinstance(own, Mapping) else self._key_source(own)
+                )
+                for name, own in ((str(name), own) for name, own in tenants.items())
+            }
+        elif tenants is not None:
+            shown["tenants"] = self._key_source(tenants)
+        return shown
 
     def _key_source(self, value: Any) -> Any:
         """Return where a key of ``encryption`` comes from; what it is, and a command's arguments, are secrets."""

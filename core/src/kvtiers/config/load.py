@@ -14,7 +14,9 @@ from kvtiers.api.config import HOST_OPTIONS, expand_variables
 from kvtiers.config.models import OffloadConfig
 from kvtiers.config.problems import one_line, problems_in, shown
 from kvtiers.config.yaml_text import parse_yaml
+from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import check_sources
+from kvtiers.layout.storage_name import check_tenant
 from kvtiers.plugins import did_you_mean, installed_tiers, load_tier
 
 __all__ = ["load_config"]
@@ -115,7 +117,27 @@ def _encryption_problems(config: OffloadConfig) -> list[str]:
         for where, tier in _placed(config.secondary)
         if tier.encrypt and tier.compression != "none"
     ]
-    return [*problems, *check_sources(config.encryption)]
+    return [*problems, *_tenant_key_problems(config.encryption, config), *check_sources(config.encryption)]
+
+
+def _tenant_key_problems(encryption: EncryptionConfig, config: OffloadConfig) -> list[str]:
+    """Return a line for each tenant with a key of its own that no request can have."""
+    tenants = config.tenants
+    if encryption.tenants and tenants is None:
+        return ["encryption.tenants: the config has no 'tenants'; add 'tenants: {}'"]
+    problems = []
+    for name in encryption.tenants:
+        try:
+            check_tenant(name, config.namespace)
+        except ConfigError as error:
+            problems.append(f"encryption.tenants: {error}")
+            continue
+        if tenants is not None and not tenants.unknown and name not in tenants.named:
+            problems.append(
+                f"encryption.tenants.{name}: this tenant is not among 'tenants.named', and 'unknown: false' allows no "
+                "other; add it there, or leave it out here"
+            )
+    return problems
 
 
 def _placed(tiers: Sequence[TierConfig]) -> Iterator[tuple[str, TierConfig]]:

@@ -1,4 +1,7 @@
-"""The config of encryption: the sources of the live keys. No option has a key itself, so no dump of a config does."""
+"""The config of encryption: the sources of the live keys. No option has a key itself, so no dump of a config does.
+
+Requests without a tenant have the keys at the top, and so have tenants that are not under ``tenants``.
+"""
 
 import re
 from collections.abc import Mapping
@@ -7,14 +10,19 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from kvtiers.api import Duration, StrictModel, TierConfig
+from kvtiers.api.keys import TENANT
 from kvtiers.api.units import RESOLVED
 
-__all__ = ["EncryptionConfig", "KeySource", "dump_sources", "encryption_of", "load_sources", "refuse_key"]
+__all__ = [
+    "EncryptionConfig", "KeySource", "TenantKeys", "dump_sources", "encryption_of", "load_sources", "may_be_a_key",
+    "refuse_key",
+]  # fmt: skip
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAY_BE_A_KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=?|[0-9A-Fa-f]{64}")
 _SOURCES = "{file: PATH}, {env: NAME} or {command: [PROGRAM, ...]}"
+_LONGEST_TENANT = 60  # with a namespace of one character
 
 
 class KeySource(StrictModel):
@@ -27,7 +35,8 @@ class KeySource(StrictModel):
     command: tuple[str, ...] | None = Field(
         default=None,
         min_length=1,
-        description="program, as of a KMS, and its arguments: prints the key; has the namespace in KVTIERS_NAMESPACE",
+        description="program, as of a KMS, and its arguments: prints the key; has the namespace in KVTIERS_NAMESPACE "
+        "and the tenant in KVTIERS_TENANT",
     )
     # Two commands have to end before the engine takes their tier host for hung, after 30 s.
     timeout: Duration = Field(
@@ -60,8 +69,8 @@ class KeySource(StrictModel):
         return f"variable {self.env}" if self.env is not None else f"command {(self.command or ('',))[0]}"
 
 
-class EncryptionConfig(StrictModel):
-    """The live keys of the config's namespace: what is written has ``key``, what is read has either."""
+class TenantKeys(StrictModel):
+    """The live keys of one tenant: what is written has ``key``, what is read has either."""
 
     key: KeySource = Field(description="where the key is from that values are sealed and named with")
     previous: KeySource | None = Field(
@@ -72,6 +81,39 @@ class EncryptionConfig(StrictModel):
     @classmethod
     def _is_no_key(cls, value: object) -> object:
         return refuse_key(value, _SOURCES)
+
+
+class EncryptionConfig(TenantKeys):
+    """The live keys of the config's namespace, and those of tenants that have keys of their own."""
+
+    tenants: dict[str, TenantKeys] = Field(
+        default_factory=dict,
+        description="tenants with keys of their own, each as here: 'key', and 'previous' while it is rotated",
+    )
+
+    @field_validator("tenants", mode="before")
+    @classmethod
+    def _have_no_key(cls, tenants: object) -> object:
+        tenants = refuse_key(tenants, "a mapping of tenants, each with 'key'")
+        for name, sources in tenants.items() if isinstance(tenants, Mapping) else ():
+            if may_be_a_key(str(name)):
+                raise ValueError("a name here looks like a key; expected tenants, each with 'key'")
+            refuse_key(sources, f"a mapping with 'key' for {str(name)!r}")
+        return tenants
+
+    def of(self, tenant: str) -> TenantKeys:
+        """Return where a tenant's keys come from; "": those of requests without one."""
+        return self.tenants.get(tenant, self)
+
+    @property
+    def has_two_keys(self) -> bool:
+        """Return whether anywhere two keys live, so that values are to be carried over."""
+        return any(sources.previous is not None for sources in (self, *self.tenants.values()))
+
+
+def may_be_a_key(name: str) -> bool:
+    """Return whether what stands in the place of a tenant's name is rather a key, written there by mistake."""
+    return bool(_MAY_BE_A_KEY.fullmatch(name)) and not (TENANT.fullmatch(name) and len(name) <= _LONGEST_TENANT)
 
 
 def refuse_key(value: object, expected: str) -> object:

@@ -14,11 +14,11 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command in ``sys.argv``, behind the namespace, and end with its exit status."""
-    namespace, *command, parent, _path, _name = sys.argv[1:]
+    """Run the command in ``sys.argv``, behind namespace and tenant, and end with its exit status."""
+    namespace, tenant, *command, parent, _path, _name = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     die_with_parent(int(parent), signal.SIGTERM)
-    os.environ["KVTIERS_NAMESPACE"] = namespace
+    os.environ |= {"KVTIERS_NAMESPACE": namespace, "KVTIERS_TENANT": tenant}
     try:
         status = run(command)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 Files and variables are looked at when a config is loaded, so that a mistake ends the start; commands are not run then.
 A tier host reads all of them when it opens its tier, and keeps what is derived; the engine's process keeps no key.
+A tenant's keys are read by themselves: where they cannot be had, no other tenant is affected (``host/tenant_keys.py``).
 """
 
 import base64
@@ -32,18 +33,33 @@ _KILLED_SECONDS = 1.0
 _MAY_BE_A_KEY = re.compile(r"[A-Za-z0-9+/_=-]{24,}")
 
 
-def open_keys(config: EncryptionConfig, namespace: str) -> KeyRing:
-    """Read and derive the live keys of a namespace; ConfigError, in one line, if one of them cannot be had."""
+def open_keys(config: EncryptionConfig, namespace: str, tenant: str = "") -> KeyRing:
+    """Read and derive the live keys of a namespace, or a tenant's own; ConfigError, in one line, if one is not there.
+
+    ``tenant``: "" or one that is not under ``tenants``: those of the namespace, in which ``KeyRing.add`` puts the
+    tenants'.
+    """
     load_library()
-    return KeyRing(*(SealingKey(read_key(source, where, namespace), namespace) for where, source in _sources(config)))
+    tenant = tenant if tenant in config.tenants else ""
+    keys = [
+        SealingKey(read_key(source, where, namespace, tenant), namespace) for where, source in _sources(config, tenant)
+    ]
+    return KeyRing(*keys, where=_place(tenant), tenants=() if tenant else config.tenants)
 
 
 def check_sources(config: EncryptionConfig) -> list[str]:
     """Return what is wrong with files, variables and the installation, a line each; runs no command."""
     # Looked for, not imported: the engine's process does not need it.
     problems = [] if find_spec("cryptography") else [INSTALL]
+    for tenant in ("", *config.tenants):
+        problems += _problems_of(config, tenant)
+    return problems
+
+
+def _problems_of(config: EncryptionConfig, tenant: str) -> list[str]:
+    problems: list[str] = []
     found: dict[bytes, str] = {}
-    for where, source in _sources(config):
+    for where, source in _sources(config, tenant):
         if source.command is not None:
             continue
         try:
@@ -59,7 +75,7 @@ def check_sources(config: EncryptionConfig) -> list[str]:
 
 def open_file_warnings(config: EncryptionConfig) -> Iterator[str]:
     """Yield a line for each key file that every user of this machine can read or write."""
-    for where, source in _sources(config):
+    for where, source in (each for tenant in ("", *config.tenants) for each in _sources(config, tenant)):
         if source.file is None:
             continue
         with contextlib.suppress(OSError):  # then reading it is the problem
@@ -69,7 +85,7 @@ def open_file_warnings(config: EncryptionConfig) -> Iterator[str]:
                 yield f"{where}: every user of this machine can {what} {source.file} (mode {mode:04o}); chmod 600 it"
 
 
-def read_key(source: KeySource, where: str, namespace: str) -> bytes:
+def read_key(source: KeySource, where: str, namespace: str, tenant: str = "") -> bytes:
     """Return the 32 bytes of one key. ConfigError, beginning with ``where``, if there is none."""
     if source.file is not None:
         try:
@@ -84,14 +100,19 @@ def read_key(source: KeySource, where: str, namespace: str) -> bytes:
             raise ConfigError(f"{where}.env: environment variable {source.env!r} is not set")
         content = text.encode("utf-8", "surrogateescape")
     else:
-        content = _output_of(source, where, namespace)
+        content = _output_of(source, where, namespace, tenant)
     return _decoded(content, f"{where}: {source.in_words()}")
 
 
-def _sources(config: EncryptionConfig) -> Iterator[tuple[str, KeySource]]:
-    yield "encryption.key", config.key
-    if config.previous is not None:
-        yield "encryption.previous", config.previous
+def _place(tenant: str) -> str:
+    return f"encryption.tenants.{tenant}" if tenant else "encryption"
+
+
+def _sources(config: EncryptionConfig, tenant: str) -> Iterator[tuple[str, KeySource]]:
+    where, sources = _place(tenant), config.of(tenant)
+    yield f"{where}.key", sources.key
+    if sources.previous is not None:
+        yield f"{where}.previous", sources.previous
 
 
 def _decoded(content: bytes, where: str) -> bytes:
@@ -109,7 +130,7 @@ def _decoded(content: bytes, where: str) -> bytes:
     return key
 
 
-def _output_of(source: KeySource, where: str, namespace: str) -> bytes:
+def _output_of(source: KeySource, where: str, namespace: str, tenant: str) -> bytes:
     """Run the command, in a process group of its own, which is killed if it does not end in time."""
     import subprocess  # here, since few configs have a command
 
@@ -118,7 +139,7 @@ def _output_of(source: KeySource, where: str, namespace: str) -> bytes:
     try:
         process = spawn(
             "kvtiers.encryption.key_command",
-            [namespace, *command],
+            [namespace, tenant, *command],
             name="key command",
             pass_fds=(),
             process_group=0,

@@ -8,15 +8,19 @@
         "seal"  32 bytes   HMAC-SHA256 of it over a value's name: the AES-256-GCM key of that one value
         "name"  64 bytes   AES-256-SIV key of names
 
-The scope is the namespace, so one master key may serve several. A key for each name means that nonces, which are
-random, have to differ only among the values that one name ever has: no count of values wears a key out. (One key for
-all values would be at the bound of NIST SP 800-38D, 2^32 of them, after some days of a large cluster.)
+The scope is the namespace, so one master key may serve several. A tenant's own key is derived in the same way, so an
+engine that has it as that tenant's and one that has it as its only key make the same names and seals.
+
+A key for each name means that nonces, which are random, have to differ only among the values that one name ever has: no
+count of values wears a key out. (One key for all values would be at the bound of NIST SP 800-38D, 2^32 of them, after
+some days of a large cluster.)
 
 Nothing here prints a key. ``cryptography`` is imported with the first key.
 """
 
 import hashlib
 import hmac
+from collections.abc import Iterable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -32,6 +36,7 @@ KEY_BYTES = 32
 TOKEN_BYTES = 24
 KEY_ID_BYTES = 4
 NONCE_BYTES = 12
+_ANY_TOKEN = bytes(TOKEN_BYTES)
 _SALT = b"kvtiers encryption 1"
 INSTALL = "encryption needs the library 'cryptography': pip install 'kvtiers[encryption]'"
 
@@ -106,6 +111,10 @@ class SealingKey:
             return None
         return token
 
+    def is_same(self, other: "SealingKey") -> bool:
+        """Return whether both are made of the same master key, for the same scope."""
+        return self.id == other.id and self.hide(_ANY_TOKEN, "") == other.hide(_ANY_TOKEN, "")
+
     def _cipher(self, name: str, nonce: bytes, tag: bytes | None) -> "SimpleNamespace":
         library = self._library
         of_value = hmac.digest(self._of_seals, name.encode(), "sha256")
@@ -114,18 +123,58 @@ class SealingKey:
 
 
 class KeyRing:
-    """The live keys of one scope. ``current``: what is written has it; ``previous``: is read, too."""
+    """The live keys of one scope. ``current``: what is written has it; ``previous``: is read, too.
 
-    __slots__ = ("current", "previous")
+    ``tenants``: those that have keys of their own. Until they are added (``add``, by any thread) such a tenant has
+    none: it never gets the namespace's. ``where``: of these keys in the config, for the line that refuses them.
+    """
 
-    def __init__(self, current: SealingKey, previous: SealingKey | None = None) -> None:
+    __slots__ = ("_tenants", "current", "has_two", "missing", "previous")
+
+    def __init__(
+        self,
+        current: SealingKey,
+        previous: SealingKey | None = None,
+        *,
+        where: str = "encryption",
+        tenants: Iterable[str] = (),
+    ) -> None:
         if previous is not None and previous.id == current.id:
-            raise ConfigError("encryption: 'key' and 'previous' are the same key; leave 'previous' out, or correct one")
+            raise ConfigError(f"{where}: 'key' and 'previous' are the same key; leave 'previous' out, or correct one")
         self.current = current
         self.previous = previous
+        self._tenants: dict[str, KeyRing | None] = dict.fromkeys(tenants)
+        self.missing = set(self._tenants)
+        """The tenants whose keys have not been added."""
+        self.has_two = previous is not None
+        """Whether there is a previous key, here or of a tenant."""
 
     def __repr__(self) -> str:
         return f"KeyRing({', '.join(key.id for key in self.all)})"
+
+    def of(self, tenant: str) -> "KeyRing | None":
+        """Return the live keys of a tenant ("": of none); None: it has keys of its own, which are not there."""
+        return self._tenants.get(tenant, self)
+
+    def add(self, tenant: str, ring: "KeyRing") -> str:
+        """Use these keys for a tenant from now on; return whose key it has, in words, if that is another's, too."""
+        others = [(other, own) for other, own in [*self._tenants.items()] if own is not None and other != tenant]
+        self.has_two = self.has_two or ring.previous is not None
+        self._tenants[tenant] = ring
+        self.missing.discard(tenant)
+        if ring.current.is_same(self.current):
+            return "requests without a tenant"
+        return next((f"tenant {other!r}" for other, own in others if own.current.is_same(ring.current)), "")
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of all live keys, those of tenants among them."""
+        return [key.id for ring in (self, *self.of_tenants.values()) for key in ring.all]
+
+    @property
+    def of_tenants(self) -> "dict[str, KeyRing]":
+        """The keys of tenants that have been added, by tenant."""
+        return {tenant: ring for tenant, ring in [*self._tenants.items()] if ring is not None}
 
     @property
     def all(self) -> tuple[SealingKey, ...]:

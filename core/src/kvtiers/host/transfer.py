@@ -26,7 +26,7 @@ from kvtiers.api import (
 )
 from kvtiers.api.answers import present_each
 from kvtiers.encryption.keyed_names import KeyedNames
-from kvtiers.encryption.keys import KeyRing
+from kvtiers.encryption.keys import KeyRing, SealingKey
 from kvtiers.encryption.seal import decrypt_value, encrypt_value
 from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
 from kvtiers.host.claimed_views import ClaimedViews
@@ -46,6 +46,7 @@ _KEPT = (
     "it), after its return; the row behind it is soon another value's. Copy what is kept: bytes(...)"
 )
 _CALL_OVER = "the call is over that its memory was given for"
+_NO_KEY = "their tenant's key cannot be read; the log says why"
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
 _DELETED_PER_CALL = 256
@@ -93,6 +94,10 @@ def mover_options(
     )
 
 
+def _in_clear(_key: OffloadKey) -> None:
+    """Return what encrypts a value with this key: nothing."""
+
+
 def land_now(copy: Callable[[], bool]) -> bool:
     """Copy a value into its row, without a fence; False: the row is not the job's any more."""
     return copy()
@@ -130,13 +135,14 @@ class Moved:
 
 
 class _Value(NamedTuple):
-    """One value of a run: its place in it, its name, where it lies, and its lengths."""
+    """One value of a run: its place in it, its name, where it lies, its lengths, and what encrypts it, if any does."""
 
     place: int
     name: str
     row: int
     payload: int
     nbytes: int
+    key: SealingKey | None
 
 
 class _Turn(threading.local):
@@ -151,6 +157,7 @@ class ValueMover:
     ``epoch``: the namespace's, in this store. ``label``: the tier's name in log lines, which say once for each method
     of the store that it does not keep the contract. ``claimed``: rows from its first one on are claims. ``keys``:
     values are encrypted into bounce buffers, from where they are written, and decrypted there; their names are keyed.
+    A tenant whose own keys are not in it is without this store: its values are not there, and are not written.
     ``namespace``: of the names, and ``lists``: the store that lists them, where ``store`` only stands before it; for
     quotas.
     """
@@ -203,17 +210,46 @@ class ValueMover:
 
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
+        return self._with_keys(run, Status.MISSING, self._load)
+
+    def store(self, run: ValueRun) -> Moved:
+        """Seal the rows and write those values that the store does not have yet."""
+        return self._with_keys(run, Status.REFUSED, self._store_values)
+
+    def delete(self, run: ValueRun) -> Moved:
+        """Remove the values of these keys; DONE also where there was none."""
+        return self._with_keys(run, Status.REFUSED, self._delete_values)
+
+    def _with_keys(self, run: ValueRun, without: Status, move: Callable[[ValueRun], Moved]) -> Moved:
+        """Move the values that have a name; those of tenants whose keys cannot be had get the status ``without``."""
+        if self._keys is None or not self._keys.missing:
+            return move(run)
+        names = self._all_names(run.names)[0]
+        places = [place for place, key in enumerate(run.keys) if names.has_name(key)]
+        if len(places) == len(run.keys):
+            return move(run)
+        rows = [run.rows[place] for place in places] if run.rows else []  # a removal has none
+        overwrites = bytes(run.overwrites[place] for place in places) if run.overwrites else b""
+        moved = move(replace(run, keys=[run.keys[place] for place in places], rows=rows, overwrites=overwrites))
+        statuses = bytearray([without]) * len(run.keys)
+        for place, status in zip(places, moved.statuses, strict=True):
+            statuses[place] = status
+        moved.statuses = statuses
+        moved.error = moved.error or ("" if without is Status.MISSING else _NO_KEY)
+        return moved
+
+    def _load(self, run: ValueRun) -> Moved:
         moved = Moved.nothing(len(run.keys))
         indexes: Sequence[int] = range(len(run.keys))
         for names in self._all_names(run.names):
+            indexes = [index for index in indexes if names.has_name(run.keys[index])]
             self._move_all(moved, replace(run, names=names), indexes, is_load=True)
             indexes = [index for index in indexes if moved.statuses[index] == Status.MISSING]
             if not indexes:
                 break
         return moved
 
-    def store(self, run: ValueRun) -> Moved:
-        """Seal the rows and write those values that the store does not have yet."""
+    def _store_values(self, run: ValueRun) -> Moved:
         moved = Moved.nothing(len(run.keys))
         run = replace(run, names=self._all_names(run.names)[0])
         with plugin_boundary() as store:
@@ -252,13 +288,13 @@ class ValueMover:
             may_be_there = moved.statuses[index] not in _NOT_TAKEN
             quotas.settle(tenant_of(key), sizes[group_of(key)][1], may_be_there=may_be_there)
 
-    def delete(self, run: ValueRun) -> Moved:
-        """Remove the values of these keys; DONE also where there was none."""
+    def _delete_values(self, run: ValueRun) -> Moved:
         moved = Moved.nothing(len(run.keys), "the tier is read-only" if self._options.read_only else "")
         keys = () if self._options.read_only else run.keys
         per_call, all_names = _DELETED_PER_CALL, self._all_names(run.names)
         for start in range(0, len(keys), per_call):
-            some = [name for names in all_names for name in names.names(keys[start : start + per_call])]
+            part = keys[start : start + per_call]
+            some = [name for names in all_names for name in names.names([key for key in part if names.has_name(key)])]
             if time.monotonic() >= run.give_up_at or not run.wanted():
                 moved.error = "no time left"
                 break
@@ -269,15 +305,29 @@ class ValueMover:
             if store.error:
                 moved.error = store.error
                 break
-            done = len(some) // len(all_names)
-            moved.statuses[start : start + done] = bytes([Status.DONE]) * done
+            moved.statuses[start : start + len(part)] = bytes([Status.DONE]) * len(part)
         return moved
 
     def probe(
         self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
-        all_names, per_call = self._all_names(names), self._names_per_call
+        all_names = self._all_names(names)
+        if self._keys is None or not self._keys.missing:
+            return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
+        named = [all_names[0].has_name(key) for key in keys]
+        if is_prefix and not all(named):
+            end = named.index(False)
+            there = self._probe(all_names, keys[:end], give_up_at, is_prefix=True)
+            return there if len(there) < end or False in there else [*there, False]
+        asked = [key for key, is_named in zip(keys, named, strict=True) if is_named]
+        answers = iter(self._probe(all_names, asked, give_up_at, is_prefix=is_prefix))
+        return [is_named and next(answers) for is_named in named]
+
+    def _probe(
+        self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float, *, is_prefix: bool
+    ) -> list[bool]:
+        per_call = self._names_per_call
         if is_prefix and per_call == 1:
             return self._bisect(all_names, keys, give_up_at)
         answers: list[bool] = []
@@ -316,7 +366,7 @@ class ValueMover:
         """Ask for values by their names under each live key: by an older one where there is none by a newer one."""
         there = self._exists(all_names[0].names(keys), give_up_at)
         for older in all_names[1:]:
-            absent = [index for index, answer in enumerate(there) if not answer]
+            absent = [index for index, answer in enumerate(there) if not answer and older.has_name(keys[index])]
             if not absent:
                 break
             answers = self._exists(older.names([keys[index] for index in absent]), give_up_at)
@@ -371,11 +421,14 @@ class ValueMover:
     def _all_names(self, names: StorageNames) -> Sequence[StorageNames]:
         """Return the names that values have in this store: first those that are written, then one that is read."""
         names = names.of_epoch(self._epoch)
-        return [names] if self._keys is None else [KeyedNames.of(names, key) for key in self._keys.all]
+        return [names] if self._keys is None else KeyedNames.of_ring(names, self._keys)
 
     def _move_all(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> None:
-        names, sizes = run.names.names(run.keys), self._options.sizes
-        values = [_Value(i, names[i], run.rows[i], *sizes[group_of(run.keys[i])]) for i in indexes]
+        sizes, sealing = self._options.sizes, run.names.key_of if isinstance(run.names, KeyedNames) else _in_clear
+        values = [
+            _Value(i, name, run.rows[i], *sizes[group_of(run.keys[i])], sealing(run.keys[i]))
+            for i, name in zip(indexes, run.names.names([run.keys[i] for i in indexes]), strict=True)
+        ]
         for start in range(0, len(values), self.batch_values):
             if time.monotonic() >= run.give_up_at or not run.wanted():
                 moved.error = moved.error or "no time left"
@@ -427,7 +480,7 @@ class ValueMover:
     ) -> bool:
         if is_load and self._calls.in_pieces(values[0].nbytes):
             return self._load_in_pieces(moved, run, values[0], views)
-        places, names, rows, payloads, sizes = zip(*values, strict=True)
+        places, names, rows, payloads, sizes, keys = zip(*values, strict=True)
         if not is_load:
             for value, own in zip(values, views.own(rows, sizes), strict=True):
                 self._seal(run.names, views, value, own)
@@ -443,10 +496,10 @@ class ValueMover:
         if not self._taken_back(moved, [loan], self._calls.method(is_load=is_load)):
             return False
         if found is not None:
-            judged = zip(names, rows, views.own(rows, sizes), payloads, found, strict=True)
+            judged = zip(names, rows, views.own(rows, sizes), payloads, keys, found, strict=True)
             statuses = [
-                self._judge(run, views, name, row, value, payload) if there else self._missing(name)
-                for name, row, value, payload, there in judged
+                self._judge(run, views, name, row, value, payload, key) if there else self._missing(name)
+                for name, row, value, payload, key, there in judged
             ]
         elif taken is not None:
             statuses = self._written(moved, taken, max(sizes))
@@ -460,12 +513,12 @@ class ValueMover:
     @staticmethod
     def _seal(names: StorageNames, views: ValueViews, value: _Value, own: memoryview) -> None:
         """Seal a value where a store's client will read it; one that is encrypted is written there by that."""
-        if not isinstance(names, KeyedNames):
+        if value.key is None:
             seal_value(own, value.payload, value.name, names.layout_id)
             return
         assert isinstance(views, BounceBufferViews), "else the row itself would be encrypted"
         payload, _ = views.parts(value.row, value.payload, value.nbytes)
-        encrypt_value(payload, own, value.name, names.layout_id, names.key)
+        encrypt_value(payload, own, value.name, names.layout_id, value.key)
         if not views.is_given(value.row):  # its parts may have changed meanwhile, and would be sealed as they are
             raise ClaimRevoked
 
@@ -546,7 +599,7 @@ class ValueMover:
         if hashed is None:
             status = self._missing(value.name)
         else:
-            status = self._judge(run, views, value.name, value.row, view, value.payload, hashed)
+            status = self._judge(run, views, value.name, value.row, view, value.payload, value.key, hashed)
         moved.statuses[value.place] = status
         moved.nbytes += value.nbytes if status is Status.DONE else 0
         return True
@@ -605,13 +658,14 @@ class ValueMover:
         row: int,
         value: memoryview,
         payload: int,
+        key: SealingKey | None,
         hashed: bytes | None = None,
     ) -> Status:
-        names = run.names
-        if isinstance(names, KeyedNames):
-            verdict = decrypt_value(value, payload, name, names.layout_id, names.key)
+        layout_id = run.names.layout_id
+        if key is not None:
+            verdict = decrypt_value(value, payload, name, layout_id, key)
         else:
-            verdict = check_value(value, payload, name, names.layout_id, hashed)
+            verdict = check_value(value, payload, name, layout_id, hashed)
         status = self._judged(verdict, name)
         self._worked(payload)
         if status is Status.DONE and not run.land(lambda: views.land(row, payload)):

@@ -7,6 +7,7 @@ caller's           ``submit``, ``probe``, ``set_names``, ``set_limits``, ``aband
 transfer (N)       opens the store (one of them), then slices of jobs: loads first; N - 1 or fewer at stores
 lookup (1)         probes (``prober.py``), so that they do not stand behind transfers
 quota (1)          counts what tenants have (``quotas.py``), where they have quotas
+key (8 or fewer)   read tenants' own keys (``tenant_keys.py``), where they have some, and end
 =================  ==========================================================================================
 
 A job is cut into slices that run side by side; its one result comes when the last has ended and the store holds none
@@ -32,6 +33,7 @@ from kvtiers.host.compressed_store import compressed_store
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
 from kvtiers.host.quotas import TenantQuotas
+from kvtiers.host.tenant_keys import TenantKeyReader
 from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
 from kvtiers.layout.borrowed_views import ValueViews
@@ -86,6 +88,7 @@ class TransferPool:
     ) -> None:
         self._encryption = encryption
         self._keys: KeyRing | None = None
+        self._tenant_keys: TenantKeyReader | None = None
         self._views = views
         self._claimed = claimed
         self._names = names
@@ -215,6 +218,8 @@ class TransferPool:
         self._prober.close()
         if (quotas := self._quotas) is not None:
             quotas.close()
+        if (reader := self._tenant_keys) is not None:
+            reader.close()
         with self._life:
             workers, store = self._workers, self._store
         for worker in workers:
@@ -264,6 +269,7 @@ class TransferPool:
             return problem
         with plugin_boundary() as first_use:
             self._epoch = epoch = read_epoch(store, self._names.namespace)
+            self._read_tenant_keys()
             self._compare(store)
             moved = compressed_store(store, self._options.compression)
             mover = ValueMover(
@@ -313,6 +319,19 @@ class TransferPool:
             _log.warning("%s: %s", self._label, line, extra={"once": True})
         return ""
 
+    def _read_tenant_keys(self) -> None:
+        """Read the keys of tenants that have their own; those that do not come at once are added later."""
+        encryption, keys = self._encryption, self._keys
+        if self._tenant_keys is not None:  # of an opening that failed after it
+            self._tenant_keys.close()
+        if encryption is None or keys is None or not encryption.tenants:
+            return
+        reader = TenantKeyReader(encryption, self._names.namespace, keys, self._label, self._reopen)
+        self._tenant_keys = reader
+        if self._stop.is_set():  # ``close`` may not have seen it
+            reader.close()
+        reader.read()
+
     def _start(self, threads: Sequence[threading.Thread]) -> str:
         """Start these threads; return why one, and each after it, cannot be started, if so."""
         for thread in threads:
@@ -355,7 +374,7 @@ class TransferPool:
     def _other_key(self, theirs: dict[str, Any]) -> str:
         """Return in one line that the values that were stored last have no key of ours; "" if they have."""
         there, keys = str(theirs.get(KEY_FIELD, "")), self._keys
-        ours = [""] if keys is None else [key.id for key in keys.all]
+        ours = [""] if keys is None else keys.ids
         if there in ours or not re.fullmatch(r"([0-9a-f]{8})?", there):  # anything could be logged by a store else
             return ""
         if keys is None:

@@ -113,6 +113,10 @@ class StorageNames:
         prefix, rest = self.split(key)
         return prefix + _in_name(rest)
 
+    def has_name(self, key: OffloadKey) -> bool:  # noqa: ARG002 -- for names that not all keys have
+        """Return whether the value with this key has a name here."""
+        return True
+
     def split(self, key: OffloadKey) -> tuple[str, OffloadKey]:
         """Return what the name of this key's value begins with, its tenant included, and the key without that."""
         if len(key) > _GROUP_BYTES and key[-_GROUP_BYTES]:

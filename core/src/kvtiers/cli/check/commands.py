@@ -10,6 +10,9 @@ from kvtiers.api import ConfigError, Finding, StartError
 from kvtiers.api.units import format_size, parse_duration
 from kvtiers.cli.output import print_table, value_bytes_option, with_unit
 from kvtiers.config import EventsConfig, OffloadConfig, load_config
+from kvtiers.encryption.config import EncryptionConfig
+from kvtiers.encryption.key_source import open_file_warnings, open_keys
+from kvtiers.encryption.keys import KeyRing
 from kvtiers.kv_events.open import missing_libraries
 
 __all__ = ["check"]
@@ -97,19 +100,32 @@ def _encryption(config: OffloadConfig) -> Iterator[Finding]:
     encryption = config.encryption
     if encryption is None:
         return
-    from kvtiers.encryption.key_source import open_file_warnings, open_keys
-
     clear = [tier.tier_name for tier in config.secondary if not tier.encrypt]
     try:
-        found = f"{open_keys(encryption, config.namespace).in_words()} of namespace {config.namespace!r}"
+        ring = open_keys(encryption, config.namespace)
     except ConfigError as error:
         fix = "correct it where the config says that it is from; without it, the tiers are out of use"
         yield Finding("error", str(error), fix)
         return
+    found = f"{ring.in_words()} of namespace {config.namespace!r}"
     yield Finding("ok", f"{found}; in clear: {', '.join(clear)}" if clear else found)
+    for tenant in encryption.tenants:
+        yield from _tenant_key(encryption, config.namespace, tenant, ring)
     for line in open_file_warnings(encryption):
         where, _, fix = line.rpartition("; ")
         yield Finding("warning", where, fix)
+
+
+def _tenant_key(encryption: EncryptionConfig, namespace: str, tenant: str, ring: KeyRing) -> Iterator[Finding]:
+    try:
+        own = open_keys(encryption, namespace, tenant)
+    except ConfigError as error:
+        fix = "correct it where the config says that it is from; without it, this tenant runs without tiers"
+        yield Finding("error", str(error), fix)
+        return
+    yield Finding("ok", f"{own.in_words()} of tenant {tenant!r}")
+    if other := ring.add(tenant, own):
+        yield Finding("warning", f"tenant {tenant!r} and {other} have the same key", "give each a key of its own")
 
 
 def _try_events(events: EventsConfig | None) -> list[Finding]:

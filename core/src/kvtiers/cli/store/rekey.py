@@ -47,7 +47,8 @@ Examples:
   kvtiers store rekey disk --config tiers.yaml               carry it over; killed or stopped, it can be run again
   kvtiers store rekey disk --config tiers.yaml --model llama-3
 
-The config has both keys: 'encryption: {key: ..., previous: ...}', as that of the engines, which may run meanwhile. When
+The config has both keys: 'encryption: {key: ..., previous: ...}', as that of the engines, which may run meanwhile. A
+tenant that is under 'encryption.tenants' has both there; --tenant carries over the values of one tenant alone. When
 nothing is left of the previous key, take it out of their configs.
 
 """
@@ -60,7 +61,7 @@ def rekey(
 ) -> None:
     """Carry the values in TIER over from the previous key of 'encryption' to the current one, names included."""
     with open_session(file, tier, value_bytes, writes=not dry_run) as session:
-        if session.encryption is None or session.encryption.previous is None:
+        if session.encryption is None or not session.encryption.has_two_keys:
             raise ConfigError(
                 f"{file}: tier {tier!r} has no two live keys; expected 'encryption: {{key: ..., previous: ...}}' in "
                 "the config, and no 'encrypt: false' in the tier"
@@ -70,7 +71,8 @@ def rekey(
         wanted = _of_previous_key(session, selection, totals, written)
         for value in wanted if dry_run else session.delete(_rekeyed(session, wanted, totals, written)):
             totals[_LEFT if dry_run else _REKEYED].add(value.entry)
-            origins.add(value.origin)
+            if value.parsed is not None and not session.keys.are_own(value.parsed.tenant):
+                origins.add(value.origin)  # their record states the namespace's key
         if not (dry_run or session.is_over):
             session.change_records(origins)
         failed = totals.keys() & {"damaged", "unreadable"}
@@ -87,12 +89,12 @@ def _of_previous_key(
             continue  # a listing may or may not come by what was written after it had begun
         parsed = value.parsed
         ring = session.keys.of(parsed) if parsed is not None and parsed.key_id else None
-        if parsed is None or ring is None:
+        if parsed is None or not parsed.key_id:
             totals["other" if parsed is None else "plain"].add(value.entry)
+        elif ring is None or ring.find(parsed.key_id) is None:
+            totals["locked"].add(value.entry)
         elif parsed.key_id == ring.current.id:
             totals["current"].add(value.entry)
-        elif ring.find(parsed.key_id) is None:
-            totals["locked"].add(value.entry)
         else:
             yield value
 

@@ -165,6 +165,8 @@ class StoreSession:
 
     def finish(self, ctx: click.Context, status: int = 0) -> None:
         """Exit with this status, or with the one of an incomplete run."""
+        for problem in self.keys.problems:
+            click.echo(f"warning: {problem}", err=True)
         if self.failure:
             click.echo(f"error: {self.failure}; the figures are those until then", err=True)
             ctx.exit(_FAILED)

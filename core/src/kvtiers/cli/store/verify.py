@@ -1,6 +1,6 @@
 """The seal check of a store: reads every value and checks its seal, several at a time.
 
-Encrypted values are checked with the live keys of the config, in the scope of their own names.
+Encrypted values are checked with the live keys of the config, in the scope of their own names, or of their tenants.
 """
 
 import queue
@@ -13,7 +13,7 @@ from threading import Event, Lock
 from typing import TypeAlias
 
 from kvtiers._failures import plugin_boundary
-from kvtiers.api import ChunkStore
+from kvtiers.api import ChunkStore, ConfigError
 from kvtiers.cli.store.inventory import StoredValue
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_keys
@@ -57,12 +57,17 @@ _VERDICTS = {
 
 
 class LiveKeys:
-    """The live keys by namespace, derived when they are first wanted; for many threads. None: nothing is encrypted."""
+    """The live keys by namespace and tenant, derived when they are first wanted; for many threads.
+
+    None: nothing is encrypted.
+    """
 
     def __init__(self, encryption: EncryptionConfig | None) -> None:
         self._encryption = encryption
-        self._rings: dict[str, KeyRing] = {}
+        self._rings: dict[tuple[str, str], KeyRing | None] = {}
         self._lock = Lock()
+        self.problems: list[str] = []
+        """Why keys of tenants cannot be had: their values are locked."""
 
     @property
     def is_on(self) -> bool:
@@ -70,17 +75,30 @@ class LiveKeys:
         return self._encryption is not None
 
     def of(self, parsed: ParsedName) -> KeyRing | None:
-        """Return the live keys of a value's namespace. ConfigError if they cannot be had."""
-        return self.of_scope(parsed.namespace)
+        """Return the live keys of a value. ConfigError if those of its namespace cannot be had, None if a tenant's."""
+        return self.of_scope(parsed.namespace, parsed.tenant if self.are_own(parsed.tenant) else "")
 
-    def of_scope(self, namespace: str) -> KeyRing | None:
-        """Return the live keys of a namespace. ConfigError if they cannot be had."""
+    def are_own(self, tenant: str) -> bool:
+        """Return whether this tenant has keys of its own."""
+        return self._encryption is not None and tenant in self._encryption.tenants
+
+    def of_scope(self, namespace: str, tenant: str = "") -> KeyRing | None:
+        """Return the live keys of a namespace, or of a tenant that has its own, as ``of`` does."""
         if self._encryption is None:
             return None
         with self._lock:
-            if namespace not in self._rings:
-                self._rings[namespace] = open_keys(self._encryption, namespace)
-            return self._rings[namespace]
+            if (namespace, tenant) not in self._rings:
+                self._rings[namespace, tenant] = self._opened(self._encryption, namespace, tenant)
+            return self._rings[namespace, tenant]
+
+    def _opened(self, encryption: EncryptionConfig, namespace: str, tenant: str) -> KeyRing | None:
+        try:
+            return open_keys(encryption, namespace, tenant)
+        except ConfigError as error:
+            if not tenant:
+                raise
+            self.problems.append(f"{error}; its values are left as they are")
+        return None
 
 
 _compressor = cache(ValueCompressor)  # not before a compressed value comes: its libraries may not be there
