@@ -44,6 +44,7 @@ def with_manager(distributions, with_tier):
         ("store_queue: 9", "store_queue"),
         ("exists_ttl: 1s", "exists_ttl"),
         ("compression: zstd", "compression"),
+        ("quotas: {blue: 1GiB}", "quotas"),
         ("rate_limit: {requests_per_second: 10}", "rate_limit"),
         ("io: process", "io: process"),
     ],
@@ -72,6 +73,13 @@ def test_an_option_that_the_type_declares_again_is_its_own(tiers_yaml, with_mana
     tiers_yaml.write_text(with_manager("threads: 8", "path: str\nthreads: int = 2"))
     (tier,) = load_config(tiers_yaml).secondary
     assert tier.threads == 8
+
+
+def test_quotas_that_the_type_declares_are_kept_by_the_tier(tiers_yaml, with_manager):
+    own = "path: str\nquotas: dict[str, int] = {}"
+    tiers_yaml.write_text(with_manager("quotas: {blue: 4096}", own) + "tenants: {}\n")
+    (tier,) = load_config(tiers_yaml).secondary
+    assert tier.quotas == {"blue": 4096}
 
 
 def test_a_store_takes_them_all(shelf, tiers_yaml, with_tier):

@@ -23,6 +23,8 @@ class Shelf:
         self.written = 0
         self.fails = ""
         self.has_times = True
+        self.listed = []
+        self.list_takes = lambda: None
 
     def put(self, name, nbytes):
         self.written += 1
@@ -31,6 +33,8 @@ class Shelf:
     def list(self, prefix):
         if self.fails == "list":
             raise OSError("no answer")
+        self.listed.append(prefix)
+        self.list_takes()
         for name, (nbytes, written) in list(self.values.items()):
             if name.startswith(prefix):
                 yield StoreEntry(name, nbytes, float(written) if self.has_times else None)
@@ -57,12 +61,20 @@ class Bench:
     def count(self):
         """Count who is due; return how many that were."""
         counted = 0
-        while True:
-            due = [account for account in self.quotas._accounts.values() if account.count_at <= self.now]
-            if not due:
-                return counted
-            self.quotas._count(min(due, key=lambda account: account.count_at))
-            counted += 1
+        while any(account.count_at <= self.now for account in self.quotas._accounts.values()):
+            if not (due := self.quotas._next()):
+                break
+            self.quotas._count(due)
+            counted += len(due)
+        return counted
+
+    def list_slowly(self):
+        """Let each listing take as long as one of a store that looks at all it has."""
+
+        def take_long():
+            self.now += 2
+
+        self.store.list_takes = take_long
 
     def write(self, tenant, number, nbytes, outcome="stored"):
         """Write a value if there is room; return whether there was."""
@@ -93,9 +105,11 @@ steps = st.lists(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps)
-def test_whatever_is_written_and_evicted_no_tenant_has_more_than_its_quota(at_once, steps):
+@given(steps, st.booleans())
+def test_whatever_is_written_and_evicted_no_tenant_has_more_than_its_quota(at_once, steps, is_slow):
     bench = Bench({"blue": QUOTA, "*": QUOTA // 2})
+    if is_slow:
+        bench.list_slowly()
     limits = {"blue": QUOTA, "red": QUOTA // 2, "green": QUOTA // 2}
     for number, (what, which, nbytes) in enumerate(steps):
         if what in {"write", "refused"}:
@@ -221,6 +235,59 @@ def test_what_only_begins_like_a_tenants_values_is_not_the_tenants(at_once):
     bench.count()
     assert len(bench.store.values) == 10
     assert bench.write(tenant, 1, QUOTA), "all of the quota is there for it"
+
+
+def test_tenants_share_a_listing_where_a_store_looks_at_all_it_has_for_one(at_once):
+    bench = Bench({"*": QUOTA})
+    bench.list_slowly()
+    tenants = [f"u{number}" for number in range(20)]
+    for number in range(15):
+        for tenant in [*tenants, "other"]:
+            bench.store.put(name_of(tenant, number), 100)
+    assert not any(bench.write(tenant, 20, 100) for tenant in tenants), "none was counted yet"
+    assert bench.count() == 20
+    assert bench.store.listed == ["prod/t-u0/", "prod/t-"]
+    assert {bench.store.total(tenant) for tenant in tenants} == {900}
+    assert all(bench.write(tenant, 20, 100) for tenant in tenants)
+    assert bench.store.total("other") == 1500, "one that writes nothing here is not counted"
+    assert bench.forgotten[:6] == [name_of("u0", number) for number in range(6)]
+    assert bench.forgotten[-6:] == [name_of("u19", number) for number in range(6)], "of each the oldest"
+
+
+def test_each_tenant_is_listed_alone_where_that_is_quick_or_listing_all_takes_longer(at_once):
+    bench = Bench({"*": QUOTA})
+    for number in range(9):
+        bench.write(f"u{number}", 0, 100)
+    assert bench.count() == 9
+    assert bench.store.listed == [f"prod/t-u{number}/" for number in range(9)]
+    bench.quotas._one_takes, bench.quotas._all_take = 1.0, 10.0  # as they were measured
+    bench.now += 301
+    assert bench.count() == 9
+    assert "prod/t-" not in bench.store.listed
+
+
+def test_no_write_waits_for_a_count_that_comes_too_late():
+    bench = Bench({"*": QUOTA, "blue": QUOTA})
+    bench.list_slowly()
+    assert bench.quotas._accounts["blue"].awaited_until == 2.0
+    bench.now += 2
+    assert not bench.write("green", 0, 100)
+    assert bench.quotas._accounts["green"].awaited_until == bench.now, "that of another tenant is late already"
+    bench.count()
+    assert not bench.write("red", 0, 100)
+    assert bench.quotas._accounts["red"].awaited_until == bench.now
+    bench.count()
+    assert bench.write("red", 0, 100)
+
+
+def test_a_count_that_the_end_interrupts_counts_for_nothing(at_once):
+    bench = Bench({"blue": QUOTA})
+    bench.count()
+    assert bench.write("blue", 0, 900)
+    bench.store.list_takes = bench.quotas.close
+    bench.now += 301
+    bench.count()
+    assert not bench.write("blue", 1, 900), "what was counted before still holds"
 
 
 def test_of_more_tenants_than_are_counted_the_one_seen_last_has_room(at_once, monkeypatch):

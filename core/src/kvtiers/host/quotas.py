@@ -5,6 +5,9 @@ and again every five minutes or when a quota is reached, since stores evict by t
 is written in between is added before the write begins. So with one engine a tenant never has more than its quota; with
 several, what the others have written since the last count comes on top, until the next one.
 
+Some stores look at all that they hold to list one tenant's values. Where that takes long, the tenants that are to be
+counted share one listing.
+
 =================  ==========================================================================================
 thread             does
 =================  ==========================================================================================
@@ -14,16 +17,17 @@ quota (1)          lists; deletes a tenant's oldest values where it has more tha
 =================  ==========================================================================================
 
 A write for which there is no room is dropped and counted: nothing waits for a deletion. Before its values have been
-counted a tenant has no room; writes wait for that for two seconds in all.
+counted a tenant has no room; writes wait for that for two seconds in all, where the count can have ended by then.
 """
 
 import heapq
 import logging
+import math
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtiers._failures import logged_boundary, plugin_boundary
 from kvtiers.api import ChunkStore, SupportsListing
@@ -40,6 +44,8 @@ _KEPT = 0.9  # of a quota, after a deletion: so that not every value that follow
 _MOST_TENANTS = 4_096
 _MOST_OLDEST = 65_536  # values that one count can delete
 _DELETED_PER_CALL = 64
+_SLOW_SECONDS = 1.0  # a listing that takes longer, and gives few values, is of a store that looks at all it has
+_FEW_PER_SECOND = 1000
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +67,25 @@ class _Account:
     def count_at(self) -> float:
         """When it is to be counted again."""
         return self.due if self.is_short else self.due + _RECOUNT_SECONDS
+
+
+@dataclass(slots=True, eq=False)
+class _Count:
+    """One tenant in a listing. ``oldest``: the oldest of its values, as a heap: the newest of them is the first."""
+
+    account: _Account
+    in_flight: int
+    is_full: bool
+    total: int = 0
+    oldest: list[tuple[float, int, str]] = field(default_factory=list)
+
+    def add(self, entry: tuple[float, int, str], most: int) -> None:
+        """Add a value: minus its time of writing, its bytes and its name."""
+        self.total += entry[1]
+        if len(self.oldest) < most:
+            heapq.heappush(self.oldest, entry)
+        elif entry > self.oldest[0]:
+            heapq.heapreplace(self.oldest, entry)
 
 
 class TenantQuotas:
@@ -87,6 +112,10 @@ class TenantQuotas:
         self._accounts: dict[str, _Account] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._one_takes = 0.0
+        """Seconds, of the last listing of one tenant."""
+        self._all_take = math.inf
+        """Seconds, of the last listing of all tenants; as long as there was none, what it would take."""
         with self._changed:
             for tenant in quotas.keys() - {EACH_OTHER_TENANT}:
                 self._account(tenant)
@@ -154,10 +183,19 @@ class TenantQuotas:
             quota = self._quota(tenant)
             if quota is None or (len(self._accounts) >= _MOST_TENANTS and not self._close_one()):
                 return None
-            account = _Account(tenant, quota, is_short=True, awaited_until=self._clock() + _AWAITED_SECONDS)
+            account = _Account(tenant, quota, is_short=True, awaited_until=self._clock() + self._first_wait())
             self._changed.notify_all()
         self._accounts[tenant] = account  # the one used last is the last one
         return account
+
+    def _first_wait(self) -> float:
+        """Return how long writes of a tenant that was not counted yet may wait; 0 if its turn comes too late for that.
+
+        Else tenants that come at the same time would keep the transfer threads from all others.
+        """
+        before = [account.awaited_until for account in self._accounts.values() if account.used is None]
+        is_late = min(before, default=math.inf) <= self._clock()
+        return 0.0 if is_late or (1 + len(before)) * self._one_takes >= _AWAITED_SECONDS else _AWAITED_SECONDS
 
     def _close_one(self) -> bool:
         """Forget the account used longest ago, of a tenant without a quota of its own; False: there is none."""
@@ -171,47 +209,67 @@ class TenantQuotas:
 
     def _run(self) -> None:
         with logged_boundary(_log, "%s: quotas are kept no longer; a bug of kvtiers", self._label, exits=True):
-            while (account := self._next()) is not None:
-                self._count(account)
+            while accounts := self._next():
+                self._count(accounts)
 
-    def _next(self) -> _Account | None:
-        """Wait until a tenant is to be counted; None: closed."""
+    def _next(self) -> list[_Account]:
+        """Wait until a tenant is to be counted; return it, or all that are if that is sooner done; none: closed."""
         with self._changed:
             while not self._closed:
-                first = min(self._accounts.values(), key=lambda account: account.count_at, default=None)
-                wait = _RECOUNT_SECONDS if first is None else first.count_at - self._clock()
-                if first is not None and wait <= 0:
-                    return first
-                self._changed.wait(wait)
-            return None
+                now = self._clock()
+                due = [account for account in self._accounts.values() if account.count_at <= now]
+                if due:
+                    due.sort(key=lambda account: account.count_at)
+                    return due if len(due) * self._one_takes > self._all_take else due[:1]
+                next_at = min((account.count_at for account in self._accounts.values()), default=now + _RECOUNT_SECONDS)
+                self._changed.wait(next_at - now)
+            return []
 
-    def _count(self, account: _Account) -> None:
-        """Count a tenant's values, and delete the oldest where it has more than its quota, or no room."""
+    def _count(self, accounts: Sequence[_Account]) -> None:
+        """Count these tenants' values, in one listing, and delete the oldest of those with too many, or no room."""
         begun = self._clock()
+        counts = {}
         with self._changed:
-            in_flight, account.taken = account.in_flight, 0
-            is_full, account.is_short = account.is_short and account.used is not None, False
-        total, oldest = 0, list[tuple[float, int, str]]()
+            for account in accounts:
+                is_full = account.is_short and account.used is not None
+                counts[account.tenant] = _Count(account, account.in_flight, is_full)
+                account.taken, account.is_short = 0, False
+        most = max(_DELETED_PER_CALL, _MOST_OLDEST // len(accounts))
         with plugin_boundary(exits=True) as listing:
-            for modified, nbytes, name in self._listed(account.tenant):
-                total += nbytes
-                entry = (-modified, nbytes, name)  # the smallest is the newest, which makes way for an older one
-                if len(oldest) < _MOST_OLDEST:
-                    heapq.heappush(oldest, entry)
-                elif entry > oldest[0]:
-                    heapq.heapreplace(oldest, entry)
+            for tenant, entry in self._listed(f"{accounts[0].tenant}/" if len(accounts) == 1 else ""):
+                if tenant in counts:
+                    counts[tenant].add(entry, most)
+        if self._closed:
+            return  # not all were listed
         if listing.error:
-            self._put_off(account, begun, f"cannot be listed: {listing.error}")
+            for account in accounts:
+                self._put_off(account, begun, f"cannot be listed: {listing.error}")
             return
+        self._learn_pace(list(counts.values()), self._clock() - begun)
         with self._changed:
-            account.used = used = total + in_flight + account.taken
+            for count in counts.values():
+                count.account.used = count.total + count.in_flight + count.account.taken
             self._changed.notify_all()  # a write may wait for the first count
-        if used > account.quota or (is_full and used > account.quota * _KEPT):
-            error = self._delete(account, sorted(oldest, reverse=True), used - int(account.quota * _KEPT))
-            if error:
-                self._put_off(account, begun, f"cannot delete: {error}")
-                return
-        self._put_off(account, begun)
+        for count in counts.values():
+            self._make_room(count, begun)
+
+    def _learn_pace(self, counts: Sequence[_Count], seconds: float) -> None:
+        if len(counts) > 1:
+            self._all_take = seconds
+            return
+        self._one_takes = seconds
+        values = len(counts[0].oldest)
+        if self._all_take == math.inf and seconds > _SLOW_SECONDS and values < seconds * _FEW_PER_SECOND:
+            self._all_take = seconds
+
+    def _make_room(self, count: _Count, begun: float) -> None:
+        """Delete the tenant's oldest values if it has more than its quota, or had no room."""
+        account, error = count.account, ""
+        used = account.used or 0
+        if used > account.quota or (count.is_full and used > account.quota * _KEPT):
+            excess = used - int(account.quota * _KEPT)
+            error = self._delete(account, sorted(count.oldest, reverse=True), excess)
+        self._put_off(account, begun, f"cannot delete: {error}" if error else "")
 
     def _put_off(self, account: _Account, begun: float, error: str = "") -> None:
         now = self._clock()
@@ -222,16 +280,17 @@ class TenantQuotas:
             text = "%s: the quota of tenant %r: the store %s; what has no room is dropped until it can be counted"
             _log.warning(text, self._label, account.tenant, error, extra={"once": True})
 
-    def _listed(self, tenant: str) -> Iterator[tuple[float, int, str]]:
+    def _listed(self, whose: str) -> Iterator[tuple[str, tuple[float, int, str]]]:
+        """Yield the values of tenants of whose part of the names this is the start, each with its tenant."""
         assert isinstance(self._store, SupportsListing)
-        for entry in self._store.list(f"{self._namespace}/t-{tenant}/"):
+        for entry in self._store.list(f"{self._namespace}/t-{whose}"):
             if self._closed:
                 return
             parsed = parse_name(entry.name)
-            if parsed is None or parsed.tenant != tenant:  # a model's name may begin as a tenant's part does
+            if parsed is None or not parsed.tenant:  # a model's name may begin as a tenant's part does
                 continue
-            age = zlib.crc32(entry.name.encode()) / (1 << 32) if entry.modified is None else entry.modified
-            yield age, entry.nbytes, entry.name
+            written = zlib.crc32(entry.name.encode()) / (1 << 32) if entry.modified is None else entry.modified
+            yield parsed.tenant, (-written, entry.nbytes, entry.name)
 
     def _delete(self, account: _Account, oldest: Sequence[tuple[float, int, str]], excess: int) -> str:
         """Delete the oldest values, of ``excess`` bytes or a little more; return the store's error, if it fails."""

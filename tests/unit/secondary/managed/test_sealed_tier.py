@@ -5,7 +5,7 @@ import threading
 import pytest
 from tests.unit.secondary.async_tier import HIT, MISS, REQUEST, finish, handed_over, job, store
 
-from kvtiers.api import JobResult
+from kvtiers.api import JobResult, make_offload_key, tenant_of
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.tier_jobs import is_of
 
@@ -51,6 +51,20 @@ def test_two_values_that_a_tier_swapped_are_both_left_out(kit, sealed, keys):
     inner.move()
     (result,) = finish(kit, tier)
     assert list(result.successful_keys) == keys[2:]
+
+
+def test_a_tier_that_keeps_quotas_sees_whose_a_chunk_is_and_may_decline_it(kit, sealed):
+    tier, inner = sealed()
+    keys = [make_offload_key(bytes([number]) * 32, 0, tenant) for number, tenant in enumerate(["blue", "", "red"])]
+    for _ in range(10):
+        tier.submit_store(job(keys))
+        handed_over(kit, tier, inner)
+        seen = inner.waiting[0].keys
+        assert [tenant_of(key) for key in seen] == ["blue", "", "red"]
+        inner.move(success=False, keys=seen[1:])
+        (result,) = finish(kit, tier)
+        assert (result.success, list(result.successful_keys)) == (False, keys[1:])
+    assert tier.is_available(), "declined chunks do not count against the tier"
 
 
 @pytest.mark.parametrize("success", [True, False])
