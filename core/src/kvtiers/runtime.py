@@ -306,7 +306,8 @@ def _what_if(config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) 
         )
         for tier in config.secondary
     )
-    now = Case(rows, config.primary.eviction, tiers, config.budgets, config.clean_reserve)
+    shares = tuple(config.tenants.shares().items()) if config.tenants is not None else ()
+    now = Case(rows, config.primary.eviction, tiers, config.budgets, config.clean_reserve, shares)
     group = layout.prefix_group
     return WhatIf(now, list(BUILT_IN), capacity, layout.tokens_per_chunk(group), layout.blocks_per_chunk, group)
 

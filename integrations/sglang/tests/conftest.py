@@ -62,7 +62,9 @@ def serve(publish: Callable[..., Any], config: dict[str, Any]) -> Iterator["Call
 
         def serve(pool: Any = None, **more: Any) -> Server:
             extra = {"config": config, "bounce_bytes": "4MiB", "deadline": "20s"}
-            extra |= {name: more.pop(name) for name in ("deadline", "weights", "draft_weights") if name in more}
+            extra |= {
+                name: more.pop(name) for name in ("deadline", "weights", "draft_weights", "tenant") if name in more
+            }
             server = Server(pool if pool is not None else mha_pool(), extra, **more)
             stack.callback(server.close)
             return server

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtiers.api import ConfigError
-from kvtiers_sglang.options import extra_config, options_of
+from kvtiers_sglang.options import extra_config, options_of, tiers_of
 
 OURS = {"interface_v1": 1, "config": "tiers.yaml"}
 
@@ -35,6 +35,25 @@ def test_a_wrong_option_is_one_line(extra, said, monkeypatch):
     with pytest.raises(ConfigError, match=said) as error:
         options_of(extra)
     assert all(line.startswith("--hicache-storage-backend-extra-config: ") for line in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "tenants", "said"),
+    [
+        ("Blue", {}, "tenant 'Blue' cannot be used"),
+        ("red", {"unknown": False, "named": {"blue": {}}}, "tenant 'red' is not among 'tenants.named'"),
+        ("red", None, "the config has no 'tenants'; add 'tenants: {}'"),
+        ("", {"required": True}, "no tenant is named"),
+    ],
+)
+def test_a_tenant_that_the_tiers_do_not_allow_is_one_line(tenant, tenants, said):
+    config = {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": []}
+    given = {**OURS, "config": config | ({} if tenants is None else {"tenants": tenants}), "tenant": tenant}
+    with pytest.raises(ConfigError, match=said) as error:
+        tiers_of(options_of(given))
+    assert str(error.value).startswith("--hicache-storage-backend-extra-config: 'tenant': ")
+    assert "\n" not in str(error.value)
+    assert tiers_of(options_of({**given, "config": config | {"tenants": {}}, "tenant": "red"})).tenants
 
 
 def test_the_variable_stands_for_the_config_and_an_argument_wins(monkeypatch):

@@ -61,6 +61,18 @@ def test_what_is_replicated_has_one_writer_and_readers_on_every_rank_of_any_numb
     assert reader.load(keys) == ([True] * 3, content)
 
 
+def test_a_servers_pages_are_its_tenants_and_anothers_are_misses(serve, config, tmp_path):
+    config["tenants"] = {}
+    blue = serve(tenant="blue")
+    keys, content = blue.store(pages=2)
+    for tenant in ("red", ""):
+        assert serve(tenant=tenant).backend.batch_exists(keys) == 0
+    assert serve(tenant="blue").load(keys) == ([True, True], content)
+    assert list((tmp_path / "fs").rglob("t-blue"))
+    with pytest.raises(ConfigError, match="'tenant': tenant 'Blue' cannot be used"):
+        serve(tenant="Blue")
+
+
 def test_pages_of_other_weights_are_neither_stored_nor_found_and_no_backend_is_attached_after(serve, caplog):
     server = serve()
     keys, _ = server.store(pages=2)

@@ -12,6 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
+from kvtiers._log_queue import flush_logs
+from kvtiers.api import ConfigError
 from kvtiers_transformers import PrefixCache
 
 from .conftest import OPTIONS, greedy, loaded, tiers, values_in
@@ -122,6 +124,49 @@ def test_a_merged_adapter_has_changed_the_weights(open_cache):
     assert loaded(cache) == 0
 
 
+def tenants_of(folder):
+    """Return the tenants whose values are in a directory, "" for no one's."""
+    return {next((part for part in path.parts if part.startswith("t-")), "") for path in values_in(folder)}
+
+
+def test_tenants_share_nothing_and_a_call_may_name_another_than_the_caches(tmp_path):
+    model = make("llama")
+    config = tiers(tmp_path / "kv") | {"tenants": {}}
+    truth = greedy(model, IDS)
+    with PrefixCache(config, model, tenant="blue", **OPTIONS) as cache:
+        for tenant in ("blue", "red", ""):
+            for turn in (0, 96):
+                assert greedy(cache, IDS, **({"tenant": tenant} if tenant != "blue" else {})) == truth
+                assert loaded(cache) == turn
+        assert tenants_of(tmp_path / "kv") == {"t-blue", "t-red", ""}
+        longer = torch.cat([IDS, prompt(40, seed=3)], 1)
+        past = cache.prefill(longer, tenant="red")
+        cache.store(past, model.generate(longer, cache=past, max_new_tokens=2, do_sample=False))
+        assert cache.flush()
+        assert cache.load(longer, tenant="red").get_seq_length() == 128
+        assert cache.load(longer).get_seq_length() == 96, "of blue it is the first prompt alone"
+
+
+def test_a_tenant_that_may_not_be_is_one_line(tmp_path, caplog):
+    model = make("llama")
+    config = tiers(tmp_path / "kv") | {"tenants": {"unknown": False, "named": {"blue": {}}}}
+    for named, line in (("Blue", "tenant 'Blue' cannot be used"), ("red", "tenant 'red' is not among 'tenants.named'")):
+        with pytest.raises(ConfigError, match=line):
+            PrefixCache(config, model, tenant=named, **OPTIONS)
+    with PrefixCache(config, model, tenant="blue", **OPTIONS) as cache:
+        truth = greedy(model, IDS)
+        for named in ("red", "Blue", 5):
+            assert greedy(cache, IDS, tenant=named) == truth
+        assert cache.load(IDS, tenant="red").get_seq_length() == 0
+        stats = cache.stats()
+        assert (stats["prompts"], stats["bypassed_calls"], stats["failed_calls"]) == (0, 4, 0)
+    assert values_in(tmp_path / "kv") == []
+    flush_logs(30.0)
+    lines = [record.getMessage() for record in caplog.records if "runs without tiers" in record.getMessage()]
+    assert "tenant 'red' is not among 'tenants.named' in the config" in lines[0]
+    assert len(lines) == 3, "with backoff"
+
+
 def hosts():
     """Return the processes that this one has started."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -168,7 +213,10 @@ def test_more_than_may_wait_is_not_stored_and_what_was_is_right(open_cache):
     model = make("gemma3")
     cache = open_cache(model, pending_bytes=1, state_tokens=16)
     monitor = []
-    put, cache._client.put = cache._client.put, lambda *args: (monitor.append(1), time.sleep(0.2), put(*args))[-1]
+    put, cache._client.put = (
+        cache._client.put,
+        lambda *args, **more: (monitor.append(1), time.sleep(0.2), put(*args, **more))[-1],
+    )
     truth = greedy(model, IDS)
     assert greedy(cache, IDS) == truth
     assert cache.stats()["dropped_values"] > 0

@@ -9,6 +9,7 @@ import pytest
 
 from kvtiers.api import ConfigError
 from kvtiers.config import BudgetConfig
+from kvtiers.config.tenants import TenantsConfig
 from kvtiers.primary.eviction import BUILT_IN
 from kvtiers_replay.plan import (
     Plan,
@@ -170,6 +171,30 @@ def test_a_plan_goes_by_the_hints_of_its_trace():
     case = PlanCase(165, "turn-hazard")  # 160 are the first turns': those that end must not evict them
     assert simulate(with_hints, case).hits == {"primary": 160}
     assert simulate(without, case).hits["primary"] < 160
+
+
+def test_a_tenants_share_is_kept_for_it_and_what_does_not_fit_the_trace_is_said():
+    """Blue asks for the same 8 chunks now and then; red asks for 5 others each time, 100 in between."""
+    requests = []
+    for number in range(84):
+        whose, blocks = (
+            ("blue", list(range(8))) if number % 21 == 20 else ("red", list(range(5 * number, 5 * number + 5)))
+        )
+        params = {"kvtiers_tenant": whose}
+        requests.append(ReplayRequest(len(blocks) * 16 + 1, chain_hashes(blocks, whose), float(number), params))
+    config = TenantsConfig(unknown=False, named={"blue": {"share": 0.1}, "green": {"share": 0.2}})
+    trace = PlanTrace(Workload("w", 16, requests), config.shares(), config.rule(""))
+    kept, without = (simulate(trace, PlanCase(80, shares=shares)) for shares in (tuple(config.shares().items()), ()))
+    assert (kept.tenants, without.tenants) == ({"red": 0, "blue": 24}, {"red": 0, "blue": 0})
+    plan = Plan("w", trace, PlanSizes(trace.unique), points=[kept])
+    assert plan.columns()[-1] == "hits of blue"
+    assert plan.rows([kept])[0][-1] == "75.0 %"
+    assert plan.as_data()["points"][0]["tenants"]["blue"] == {"references": 32, "hits": 24}
+    unused, refused = plan.tenant_lines()
+    assert unused.startswith("tenants: the trace has no request of green, whose share others used; ")
+    assert refused.startswith("tenants: 80 of 84 requests would run without tiers in an engine with this config, ")
+    assert "tenant 'red' is not among 'tenants.named'" in refused
+    assert Plan("w", trace, PlanSizes(trace.unique), points=[without]).columns()[-1] == "hits"
 
 
 def test_the_last_token_is_always_computed():

@@ -66,6 +66,12 @@ def test_without_lists_the_cases_are_the_configs_own_and_the_usual_shares():
     assert cases[0].budgets.one_tier == 0.3
 
 
+def test_the_shares_of_tenants_are_those_of_the_config():
+    config = load_config(CONFIG | {"tenants": {"named": {"blue": {"share": "20%"}, "red": {}}}})
+    (case,) = plan_cases(Wanted(["10%"]), PlanSizes(1000, 4096), config)
+    assert case.shares == (("blue", 0.2),)
+
+
 def test_admission_by_expected_reuse_is_simulated_as_configured():
     tier = {"type": "memory", "capacity": "800KiB", "admission": "expected-reuse", "may_lose": "2%"}
     config = load_config(CONFIG | {"secondary": [tier | {"writes_per_hour": "400KiB"}]})

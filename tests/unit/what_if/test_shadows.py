@@ -5,10 +5,12 @@ import heapq
 import itertools
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvtiers.api import block_hash_of
 from kvtiers.what_if.keys_only import Case, CaseTier
 from kvtiers.what_if.shadows import TIMES, Asked, Shadows
 from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, simulate
@@ -16,8 +18,11 @@ from kvtiers_replay.trace import chain_hashes, read_trace
 from kvtiers_replay.workload import ReplayRequest, Workload
 
 
-def generated_trace(requests: int = 6_000) -> PlanTrace:
-    """Chats of some turns over three system prompts: 250,000 chunks are asked for, of which 40,000 are different."""
+def generated_trace(requests: int = 6_000, tenants=("",), shares=()) -> PlanTrace:
+    """Chats of some turns over three system prompts: 250,000 chunks are asked for, of which 40,000 are different.
+
+    ``tenants``: whose each chat is, in turn.
+    """
     chance, ids = random.Random(1), itertools.count()
     systems = [[next(ids) for _ in range(8)] for _ in range(3)]
     coming: list[tuple[float, int, list[int], float]] = []
@@ -29,18 +34,20 @@ def generated_trace(requests: int = 6_000) -> PlanTrace:
     found = []
     while coming and len(found) < requests:
         when, number, blocks, pause = heapq.heappop(coming)
-        found.append(ReplayRequest(len(blocks) * 512 + 10, chain_hashes(blocks), when))
+        tenant = tenants[number % len(tenants)]
+        params = {"kvtiers_tenant": tenant} if tenant else {}
+        found.append(ReplayRequest(len(blocks) * 512 + 10, chain_hashes(blocks, tenant), when, params))
         if chance.random() < 0.85 and len(blocks) < 200:
             more = [next(ids) for _ in range(int(chance.lognormvariate(1.2, 0.8)) + 1)]
             heapq.heappush(coming, (when + chance.expovariate(1 / pause), number, blocks + more, pause))
-    return PlanTrace(Workload("generated", 512, found))
+    return PlanTrace(Workload("generated", 512, found), shares)
 
 
 def shadows_of(trace: PlanTrace, now: Case, policies, share: float) -> Shadows:
     """Serve a trace."""
-    shadows = Shadows(now, policies, share)
+    shadows = Shadows(now, policies, share, step_chunks=16)
     for (arrival, keys, usable), (params, output_tokens) in zip(trace.requests, trace.hints, strict=True):
-        taken = shadows.take(Asked(arrival, [key[:-4] for key in keys], usable, params, output_tokens))
+        taken = shadows.take(Asked(arrival, [block_hash_of(key) for key in keys], usable, params, output_tokens))
         for name in shadows.names() if taken is not None else ():
             shadows.serve(name, taken)
     return shadows
@@ -82,9 +89,20 @@ def test_a_sample_of_everything_is_the_plan_for_each_policy_and_tier() -> None:
     assert abs(report["adds"]["near"]) < 0.01 < report["adds"]["far"]
 
 
+def test_shares_of_tenants_are_shares_of_each_shadow() -> None:
+    shares = {"blue": 0.5, "red": 0.2}
+    trace = generated_trace(120, tenants=("blue", "red", "green", ""), shares=shares)
+    now = Case(trace.unique // 10, shares=tuple(shares.items()))
+    rates = shadows_of(trace, now, ["lru"], 1.0).report()["hit_rates"]["lru"]
+    for times in (1, 2):
+        case = replace(now, primary=times * now.primary)
+        assert rates[f"{times}"] == pytest.approx(simulate(trace, case).rate, abs=0.003)
+    assert abs(rates["1"] - simulate(trace, replace(now, shares=())).rate) > 0.02, "they make a difference here"
+
+
 def test_a_system_prompt_counts_though_none_of_its_chunks_is_in_the_sample() -> None:
     shared, share = [b"\xff" * 16] * 1, 0.01  # the highest hash: never in the sample
-    shadows = Shadows(Case(1000), ["lru"], share)
+    shadows = Shadows(Case(1000), ["lru"], share, step_chunks=16)
     for number in range(2000):
         own = hashlib.sha256(bytes([number & 255, number >> 8])).digest()
         taken = shadows.take(Asked(float(number), [*shared, own], 2, {}, 0))
@@ -95,7 +113,7 @@ def test_a_system_prompt_counts_though_none_of_its_chunks_is_in_the_sample() -> 
 
 def test_what_was_long_ago_counts_less(monkeypatch) -> None:
     monkeypatch.setattr("kvtiers.what_if.shadows._HALVED_AT", 300)
-    shadows = Shadows(Case(100), ["lru"], 1.0)
+    shadows = Shadows(Case(100), ["lru"], 1.0, step_chunks=16)
 
     def ask(first: int, count: int) -> None:
         for number in range(first, first + count):

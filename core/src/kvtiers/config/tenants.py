@@ -23,7 +23,7 @@ class TenantsConfig(StrictModel):
     salt_separator: str = Field(
         default="",
         max_length=8,
-        description="vLLM: a request's tenant is also what stands before this in its cache_salt, such as ':'",
+        description="vLLM, LMCache: a request's tenant is also what stands before this in its cache_salt, such as ':'",
     )
     named: dict[str, TenantConfig] = Field(default_factory=dict, description="tenants with a share")
 

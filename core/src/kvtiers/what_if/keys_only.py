@@ -19,7 +19,11 @@ from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers.types import TENANT_FIELD, RequestContext
 
-__all__ = ["Case", "CaseTier", "KeysOnlyStack", "ServedRequest"]
+__all__ = ["STEP_TOKENS", "Case", "CaseTier", "KeysOnlyStack", "ServedRequest"]
+
+STEP_TOKENS = 8192
+"""What an engine usually computes in a step, at most."""
+_NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +40,25 @@ class CaseTier:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The sizes and rules of one stack; ``primary`` in chunks, tiers in the order of lookup."""
+    """The sizes and rules of one stack; ``primary`` in chunks, tiers in the order of lookup.
+
+    ``shares``: tenants and their shares of the primary, which are more than 0.
+    """
 
     primary: int
     policy: str = "lru"
     tiers: tuple[CaseTier, ...] = ()
     budgets: BudgetConfig = field(default_factory=BudgetConfig)
     clean_reserve: float = 0.05
+    shares: tuple[tuple[str, float], ...] = ()
 
 
 class ServedRequest(NamedTuple):
-    """A request: arrival (seconds), keys, how many of them may be hits, parameters, tokens of its answer."""
+    """A request: arrival (seconds), keys, how many of them may be hits, parameters, tokens of its answer.
+
+    The keys have the request's tenant in them if it has a share. That of any other may be left out, if the hashes of
+    its chunks are no other tenant's.
+    """
 
     arrival: float
     keys: Sequence[OffloadKey]
@@ -56,11 +68,17 @@ class ServedRequest(NamedTuple):
 
 
 class KeysOnlyStack:
-    """The stack of one case. One thread at a time."""
+    """The stack of one case. One thread at a time.
 
-    def __init__(self, case: Case) -> None:
+    ``step_chunks``: how many chunks an engine computes in a step, and stores at once. It counts where tenants have
+    shares: whose chunks leave depends on how many are wanted at a time. Without shares all of a request are stored at
+    once, which is one use for the policy, as it is nearly so in an engine.
+    """
+
+    def __init__(self, case: Case, step_chunks: int = _NO_LIMIT) -> None:
         self._now = 0.0
         self._served = 0
+        self._at_once = max(1, step_chunks) if case.shares else _NO_LIMIT
         self.stores = {tier.name: _KeyStore(tier.chunks) for tier in case.tiers}
         self._manager = self._open(case)
 
@@ -73,7 +91,7 @@ class KeysOnlyStack:
         self._served += 1
         manager, keys = self._manager, request.keys
         params = request.params
-        if TENANT_FIELD in params:  # other tenants' hashes are others here, and keys have no tenant
+        if TENANT_FIELD in params:  # whose the chunks are shows in the keys, as far as it matters here
             params = {name: value for name, value in params.items() if name != TENANT_FIELD}
         context = RequestContext(str(self._served), params)
         with manager.lock:
@@ -86,16 +104,22 @@ class KeysOnlyStack:
             loading = manager.prepare_load(wanted[: hits.ready], context) if hits.ready else None
             if loading is not None:
                 manager.complete_load(loading)
-            rest = keys[hits.ready :]
-            while rest:
-                storing = manager.prepare_store(rest, context)
-                if storing is not None:
-                    manager.complete_store(storing)
-                    break
-                rest = rest[: len(rest) // 2]  # no room for all: the head of a prefix is worth more than its tail
+            self._store(keys[hits.ready :], context)
             manager.on_request_finished(context, request.output_tokens)
             manager.on_schedule_end()
         return hits.ready
+
+    def _store(self, keys: Sequence[OffloadKey], context: RequestContext) -> None:
+        for start in range(0, len(keys), self._at_once):
+            wanted = part = keys[start : start + self._at_once]
+            while part:
+                storing = self._manager.prepare_store(part, context)
+                if storing is not None:
+                    self._manager.complete_store(storing)
+                    break
+                part = part[: len(part) // 2]  # no room for all: the head of a prefix is worth more than its tail
+            if len(part) < len(wanted):
+                return
 
     def stats(self) -> dict[str, Any]:
         """Return the manager's figures."""
@@ -111,6 +135,7 @@ class KeysOnlyStack:
             protected_share=budgets.protected,
             protect_seconds=budgets.protect_for,
             record_events=False,
+            shares=dict(case.shares),
             clock=self._clock,
         )
         options = TieringOptions(

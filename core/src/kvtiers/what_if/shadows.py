@@ -8,6 +8,9 @@ ages of all uses are the weights (post-stratification). A use at a young age is 
 prompt counts as it should without being in the sample.
 
 A policy that learns, learns from the sample alone: what it would gain is estimated too low until it has seen more.
+
+Tenants' shares of the primary are shares of each shadow's rows. Ages are counted by tenant then, of those with a share
+and of all others together: what is a hit at an age differs between them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,24 +54,29 @@ class Shadows:
     """The cases around ``now``, the engine's own, each with the hits of the sample by age. One thread at a time.
 
     ``policies``: those to be compared. ``share``: of the chunks that are in the sample, more than 0, at most 1.
+    ``step_chunks``: what the engine computes in a step, in chunks.
     """
 
-    def __init__(self, now: Case, policies: Sequence[str], share: float) -> None:
+    def __init__(self, now: Case, policies: Sequence[str], share: float, step_chunks: int) -> None:
         self.share = share
         self.chunks = 0
         """Full chunks that requests have asked for."""
         self._now = now
+        self._with_share = {name: number for number, (name, _) in enumerate(now.shares, 1)}
+        shape = len(now.shares) + 1, _AGES  # 0: tenants without a share, and requests without a tenant
         self._cases = {f"{policy} {times:g}": self._case(policy, times) for policy in policies for times in TIMES}
         for tier in now.tiers:
             rest = tuple(other for other in now.tiers if other is not tier)
             self._cases[f"without {tier.name}"] = self._sized(replace(now, tiers=rest))
-        self._stacks = {name: KeysOnlyStack(case) for name, case in self._cases.items()}
+        sampled_step = round(step_chunks * share)
+        self._stacks = {name: KeysOnlyStack(case, sampled_step) for name, case in self._cases.items()}
         self._last = np.zeros(_SLOTS, np.int64)
         self._position = 1
-        self._all: npt.NDArray[np.float64] = np.zeros(_AGES)
-        self._sampled: npt.NDArray[np.float64] = np.zeros(_AGES)
-        self._hits = {name: np.zeros(_AGES) for name in self._stacks}
+        self._all: npt.NDArray[np.float64] = np.zeros(shape)
+        self._sampled: npt.NDArray[np.float64] = np.zeros(shape)
+        self._hits = {name: np.zeros(shape) for name in self._stacks}
         self._ages: npt.NDArray[np.intp] = np.zeros(0, np.intp)  # of the request that was taken last
+        self._whose = 0  # that request's
         self._references = 0.0
 
     def _case(self, policy: str, times: float) -> Case:
@@ -91,7 +99,9 @@ class Shadows:
         count = len(asked.hashes)
         if not count:
             return None
-        hashes = _of_tenant(asked)
+        tenant = _tenant_of(asked)
+        self._whose = self._with_share.get(tenant, 0)
+        hashes = _of_tenant(asked.hashes, tenant)
         words = np.frombuffer(b"".join([each[:8].ljust(8) for each in hashes]), np.uint64)
         slots = (words & np.uint64(_SLOTS - 1)).astype(np.intp)
         tags = (words & np.uint64(_TAG)).astype(np.int64) << _POSITION_BITS - _TAG_SHIFT
@@ -104,7 +114,7 @@ class Shadows:
         )
         self._last[slots] = tags + self._position
         self._position += count
-        self._all += np.bincount(self._ages[: asked.usable], minlength=_AGES)
+        self._all[self._whose] += np.bincount(self._ages[: asked.usable], minlength=_AGES)
         self.chunks += count
         self._references += count
         sampled = np.flatnonzero((words >> np.uint64(32)) < self.share * _LIMIT)
@@ -114,8 +124,8 @@ class Shadows:
             return None
         usable = int(np.searchsorted(sampled, asked.usable))
         self._ages = self._ages[sampled[:usable]]
-        self._sampled += np.bincount(self._ages, minlength=_AGES)
-        keys = [make_offload_key(hashes[place], 0) for place in sampled.tolist()]
+        self._sampled[self._whose] += np.bincount(self._ages, minlength=_AGES)
+        keys = [make_offload_key(hashes[place], 0, tenant if self._whose else "") for place in sampled.tolist()]
         return ServedRequest(asked.arrival, keys, usable, asked.params, asked.output_tokens)
 
     def names(self) -> Sequence[str]:
@@ -126,15 +136,22 @@ class Shadows:
         """Serve what ``take`` returned last in one case."""
         hits = self._stacks[name].serve(request)
         if hits:
-            self._hits[name] += np.bincount(self._ages[:hits], minlength=_AGES)
+            self._hits[name][self._whose] += np.bincount(self._ages[:hits], minlength=_AGES)
 
     def rates(self) -> dict[str, float]:
         """Return the estimated hit rate of each case: a share of all full chunks asked for."""
-        return {name: self._rate(hits) for name, hits in self._hits.items()}
+        hits = np.stack([*self._hits.values()])
+        rate = np.ones(hits.shape[:-1])
+        found = np.zeros(len(hits))
+        for age in range(_AGES):
+            prior = rate if age < _NEVER else 0.0
+            rate = (hits[..., age] + _PRIOR * prior) / (self._sampled[:, age] + _PRIOR)
+            found += (rate * self._all[:, age]).sum(-1)
+        return dict(zip(self._hits, (found / max(1.0, self._references)).tolist(), strict=True))
 
     def infinite_rate(self) -> float:
         """Return the hit rate of a cache without bounds, as far back as ages are counted."""
-        return float(self._all[:_NEVER].sum()) / max(1.0, self._references)
+        return float(self._all[:, :_NEVER].sum()) / max(1.0, self._references)
 
     def report(self) -> dict[str, Any]:
         """Return the hit rates as plain data: ``hit_rates`` by policy and multiple, what each tier ``adds``."""
@@ -153,23 +170,20 @@ class Shadows:
             "adds": {tier.name: now - rates[f"without {tier.name}"] for tier in self._now.tiers},
         }
 
-    def _rate(self, hits: npt.NDArray[np.float64]) -> float:
-        rate, found = 1.0, 0.0
-        for age, (here, asked, weight) in enumerate(zip(hits, self._sampled, self._all, strict=True)):
-            rate = float((here + _PRIOR * (rate if age < _NEVER else 0.0)) / (asked + _PRIOR))
-            found += rate * weight
-        return float(found) / max(1.0, self._references)
-
     def _halve(self) -> None:
         self._references /= 2
         for counts in (self._all, self._sampled, *self._hits.values()):
             np.divide(counts, 2, out=counts)
 
 
-def _of_tenant(asked: Asked) -> Sequence[bytes]:
-    """Return the hashes of a request, those of another tenant's same tokens being others."""
+def _tenant_of(asked: Asked) -> str:
     tenant = asked.params.get(TENANT_FIELD)
-    if not isinstance(tenant, str) or not tenant:
-        return asked.hashes
+    return tenant if isinstance(tenant, str) else ""
+
+
+def _of_tenant(hashes: Sequence[bytes], tenant: str) -> Sequence[bytes]:
+    """Return the hashes of a request, those of another tenant's same tokens being others."""
+    if not tenant:
+        return hashes
     key = tenant.encode(errors="replace")[:64]
-    return [blake2b(each, key=key, digest_size=16).digest() for each in asked.hashes]
+    return [blake2b(each, key=key, digest_size=16).digest() for each in hashes]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtiers._failures import logged_boundary
-from kvtiers.what_if.keys_only import Case
+from kvtiers.what_if.keys_only import STEP_TOKENS, Case
 from kvtiers.what_if.shadows import Asked, Shadows
 
 __all__ = ["CORE_SHARE", "WhatIf"]
@@ -55,7 +55,7 @@ class WhatIf:
         self._blocks_per_chunk = blocks_per_chunk
         self._group = group
         self._core_share = core_share
-        self._shadows = Shadows(now, self._policies, min(1.0, _MOST_ROWS / now.primary))
+        self._shadows = self._made(min(1.0, _MOST_ROWS / now.primary))
         self._queue: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._put = 0  # chunks handed over, counted by the engine's thread alone
         self._taken = 0  # chunks dealt with, counted by the what-if thread alone
@@ -99,6 +99,9 @@ class WhatIf:
         self._queue.put(None)
         self._thread.join(timeout)
 
+    def _made(self, share: float) -> Shadows:
+        return Shadows(self._now, self._policies, share, STEP_TOKENS // self._tokens_per_chunk)
+
     # -- the what-if thread
 
     def _run(self) -> None:
@@ -123,7 +126,7 @@ class WhatIf:
     def _serve(self, asked: Asked) -> None:
         self._taken += len(asked.hashes)
         if self._put - self._taken > _MOST_WAITING // 2 and self._shadows.share * self._now.primary >= 2 * _FEWEST_ROWS:
-            self._shadows = Shadows(self._now, self._policies, self._shadows.share / 2)
+            self._shadows = self._made(self._shadows.share / 2)
         sampled = self._shadows.take(asked)
         if sampled is None:
             return

@@ -16,6 +16,7 @@ from kvtiers._failures import error_text
 from kvtiers.api import KvtiersError
 from kvtiers_lmcache.identity import ObjectKind, identity_of, release
 from kvtiers_lmcache.options import Options
+from kvtiers_lmcache.whose import Whose
 
 __all__ = ["Clients"]
 
@@ -35,11 +36,15 @@ class _Opening:
 
 
 class Clients:
-    """The clients of an adapter. Any thread. ConfigError at once if the config of the tiers is wrong."""
+    """The clients of an adapter. Any thread. ConfigError at once if the config of the tiers is wrong.
+
+    ``whose``: who the tenants of keys are, each of which uses the same clients.
+    """
 
     def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
         self._config: OffloadConfig = load_config(options.config)
+        self.whose = Whose(options, self._config)
         self._clock = clock
         self._lock = threading.Lock()
         self._openings: dict[ObjectKind, _Opening] = {}

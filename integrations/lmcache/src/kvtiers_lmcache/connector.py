@@ -17,18 +17,19 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugin_type
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from kvtiers import open_client
+from kvtiers import load_config, open_client
 from kvtiers._failures import log_with_backoff
 from kvtiers.api import ConfigError
 from kvtiers_lmcache.identity import ObjectKind, identity_of, kind_of, release
 from kvtiers_lmcache.options import Options, options_of
+from kvtiers_lmcache.whose import Whose
 
 __all__ = ["KvtiersConnectorAdapter"]
 
@@ -74,8 +75,10 @@ class KvtiersConnector(RemoteConnector):
         """Chunks that were not stored since they are not full."""
         self.failed_calls = 0
         self._stored: dict[str, None] = {}
+        tiers = load_config(options.config)
+        self._whose = Whose(options, tiers)
         self._client = open_client(
-            options.config,
+            tiers,
             identity_of(self._kind, options),
             self._kind.nbytes,
             bounce_bytes=options.bounce_bytes,
@@ -108,7 +111,24 @@ class KvtiersConnector(RemoteConnector):
         return await self._in_thread(lambda: self._prefix(keys), otherwise=0)
 
     def _prefix(self, keys: Sequence[Any]) -> int:
-        return self._client.exists_prefix([_name_of(key) for key in keys], timeout=self._options.lookup_deadline)
+        length = 0
+        for tenant, run in self._by_tenant(keys):
+            if tenant is None:
+                break
+            names = [_name_of(key) for key in keys[run]]
+            here = self._client.exists_prefix(names, timeout=self._options.lookup_deadline, tenant=tenant)
+            length += here
+            if here < len(names):
+                break
+        return length
+
+    def _by_tenant(self, keys: Sequence[Any]) -> Iterator[tuple[str | None, slice]]:
+        """Yield the runs of keys of one tenant, nearly always one; None: of one that may not be."""
+        start = 0
+        for tenant, run in itertools.groupby(keys, lambda key: self._whose.of_tags(key.tags)):
+            end = start + len([*run])
+            yield tenant, slice(start, end)
+            start = end
 
     # -- loads
 
@@ -133,8 +153,19 @@ class KvtiersConnector(RemoteConnector):
         return prefix
 
     def _load(self, keys: Sequence[Any]) -> list[Any]:
+        found: list[Any] = []
+        try:
+            for tenant, run in self._by_tenant(keys):
+                some = keys[run]
+                found += [None] * len(some) if tenant is None else self._load_of(tenant, some)
+        except BaseException:
+            _release(found)
+            raise
+        return found
+
+    def _load_of(self, tenant: str, keys: Sequence[Any]) -> list[Any]:
         names = [_name_of(key) for key in keys]
-        there = self._client.exists(names, timeout=self._options.lookup_deadline)
+        there = self._client.exists(names, timeout=self._options.lookup_deadline, tenant=tenant)
         # No memory for what is not there: LMCache would evict other chunks to make room.
         objects: list[Any] = [self._allocate() if is_there else None for is_there in there]
         wanted = [place for place, it in enumerate(objects) if it is not None]
@@ -144,6 +175,7 @@ class KvtiersConnector(RemoteConnector):
                 [names[place] for place in wanted],
                 [objects[place].byte_array for place in wanted],
                 self._options.deadline,
+                tenant=tenant,
             )
         finally:
             for place, is_loaded in itertools.zip_longest(wanted, loaded, fillvalue=False):
@@ -185,12 +217,14 @@ class KvtiersConnector(RemoteConnector):
     def _store(self, keys: Sequence[Any], objects: Sequence[Any]) -> None:
         full = [(key, it) for key, it in zip(keys, objects, strict=True) if self._is_full(it)]
         self.short_chunks += len(keys) - len(full)
-        result = self._client.put(
-            [_name_of(key) for key, _ in full], [it.byte_array for _, it in full], self._options.store_deadline
-        )
-        for (key, _), is_stored in zip(full, result.stored, strict=True):
-            if is_stored:
-                self._stored[key.to_string()] = None
+        for tenant, run in self._by_tenant([key for key, _ in full]):
+            if tenant is None:
+                continue
+            names, views = [_name_of(key) for key, _ in full[run]], [it.byte_array for _, it in full[run]]
+            result = self._client.put(names, views, self._options.store_deadline, tenant=tenant)
+            for (key, _), is_stored in zip(full[run], result.stored, strict=True):
+                if is_stored:
+                    self._stored[key.to_string()] = None
         while len(self._stored) > _MOST_LISTED:
             with contextlib.suppress(StopIteration, KeyError, RuntimeError):
                 self._stored.pop(next(iter(self._stored)))
@@ -211,8 +245,11 @@ class KvtiersConnector(RemoteConnector):
     def remove_sync(self, key: Any) -> bool:
         """Remove a chunk from all tiers that take stores; True if none has it now."""
         self._stored.pop(key.to_string(), None)
+        tenant, seconds = self._whose.of_tags(key.tags), self._options.store_deadline
+        if tenant is None:
+            return False
         gone = self._guarded(
-            lambda: self._client.delete([_name_of(key)], timeout=self._options.store_deadline), otherwise=[False]
+            lambda: self._client.delete([_name_of(key)], timeout=seconds, tenant=tenant), otherwise=[False]
         )
         return gone == [True]
 
@@ -266,8 +303,8 @@ def _refuse(options: Options, config: Any) -> None:
         problems.append(f"kvtiers: 'remote_serde' is {config.remote_serde!r}: lengths vary then; use naive")
     if config.use_layerwise:
         problems.append("kvtiers: 'use_layerwise' is set: chunks are cut into layers then; set it to false")
-    if options.capacity:
-        problems.append("kvtiers: 'capacity' is for the multi-process server; leave it out")
+    of_servers = [name for name in ("capacity", "salt_is_tenant") if getattr(options, name)]
+    problems += [f"kvtiers: {name!r} is for the multi-process server; leave it out" for name in of_servers]
     if problems:
         raise ConfigError(problems)
 

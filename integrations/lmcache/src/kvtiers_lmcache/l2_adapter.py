@@ -104,7 +104,7 @@ class KvtiersL2Adapter(L2AdapterInterface):
 
     def _store(self, keys: Sequence[Any], objects: Sequence[Any], until: float) -> L2StoreResult:
         stored = nbytes = 0
-        for kind, places in _by_kind(_kinds_of_objects(keys, objects)):
+        for kind, tenant, places in self._parts(keys, _kinds_of_objects(keys, objects)):
             client = self._clients.get(kind, until)
             if client is None:
                 continue
@@ -112,6 +112,7 @@ class KvtiersL2Adapter(L2AdapterInterface):
                 [name_of(keys[place]) for place in places],
                 [objects[place].byte_array for place in places],
                 _left(until),
+                tenant=tenant,
             )
             taken = [keys[place] for place, is_stored in zip(places, result.stored, strict=True) if is_stored]
             stored += len(taken)
@@ -146,9 +147,10 @@ class KvtiersL2Adapter(L2AdapterInterface):
         locked = self._ledger.lock(keys)  # before the question, so that no deletion comes between
         is_whole = False
         try:
-            for kind, places in _by_kind(_kinds_of_descs(keys, descs)):
+            for kind, tenant, places in self._parts(keys, _kinds_of_descs(keys, descs)):
                 if (client := self._clients.get(kind, until)) is not None:
-                    there = client.exists([name_of(keys[place]) for place in places], kind.nbytes, _left(until))
+                    names = [name_of(keys[place]) for place in places]
+                    there = client.exists(names, kind.nbytes, _left(until), tenant=tenant)
                     for place, is_there in zip(places, there, strict=True):
                         found[place] = is_there and locked[place]
                     absent = [keys[place] for place, is_there in zip(places, there, strict=True) if not is_there]
@@ -173,12 +175,12 @@ class KvtiersL2Adapter(L2AdapterInterface):
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any], until: float) -> Any:
         found = [False] * len(keys)
-        for kind, places in _by_kind(_kinds_of_objects(keys, objects)):
+        for kind, tenant, places in self._parts(keys, _kinds_of_objects(keys, objects)):
             client = self._clients.get(kind, until)
             if client is None:
                 continue
             names, views = [name_of(keys[place]) for place in places], [objects[place].byte_array for place in places]
-            there = client.get_into(names, views, _left(until))
+            there = client.get_into(names, views, _left(until), tenant=tenant)
             for place, is_there in zip(places, there, strict=True):
                 found[place] = is_there
             absent = [keys[place] for place, is_there in zip(places, there, strict=True) if not is_there]
@@ -203,18 +205,29 @@ class KvtiersL2Adapter(L2AdapterInterface):
 
     def _delete(self, keys: Sequence[Any], until: float) -> None:
         left = set()
-        for kind, client, some in self._where(keys):
-            gone = client.delete([name_of(key) for key in some], kind.nbytes, _left(until))
+        for kind, client, tenant, some in self._where(keys):
+            gone = client.delete([name_of(key) for key in some], kind.nbytes, _left(until), tenant=tenant)
             left |= {key for key, is_gone in zip(some, gone, strict=True) if not is_gone}
         self._say_removed(self._ledger.remove(key for key in keys if key not in left))
 
-    def _where(self, keys: Sequence[Any]) -> Iterator[tuple[ObjectKind, Client, list[Any]]]:
+    def _where(self, keys: Sequence[Any]) -> Iterator[tuple[ObjectKind, Client, str, list[Any]]]:
         """Yield the clients that may have values of these keys; another server's may be of any kind of their model."""
         for model in {key.model_name for key in keys}:
             for kind, client in self._clients.of_model(model):
-                some = [key for key in keys if key.model_name == model and kind in (self._ledger.kinds(key) or [kind])]
-                if some:
-                    yield kind, client, some
+                here = [key.model_name == model and kind in (self._ledger.kinds(key) or [kind]) for key in keys]
+                for _, tenant, places in self._parts(keys, [kind if is_here else None for is_here in here]):
+                    yield kind, client, tenant, [keys[place] for place in places]
+
+    def _parts(
+        self, keys: Sequence[Any], kinds: Sequence[ObjectKind | None]
+    ) -> list[tuple[ObjectKind, str, list[int]]]:
+        """Return the places of each kind and tenant; those without a kind, or whose tenant may not be, are left out."""
+        tenants = self._clients.whose.of_salts(key.cache_salt for key in keys)
+        places: dict[tuple[ObjectKind, str], list[int]] = {}
+        for place, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
+            if kind is not None and (tenant := tenants[key.cache_salt]) is not None:
+                places.setdefault((kind, tenant), []).append(place)
+        return [(kind, tenant, some) for (kind, tenant), some in places.items()]
 
     def _forget_evicted(self, keys: Sequence[Any], kind: ObjectKind, client: Client, until: float) -> None:
         """Forget keys that this server has stored and that no tier has any more, by the answers of usable tiers.
@@ -302,15 +315,6 @@ def _kinds_of_descs(keys: Sequence[Any], descs: Mapping[int, Any]) -> list[Objec
             desc = descs.get(key.object_group_id)
             found[group] = None if desc is None else kind_of(key.model_name, _FORM, desc.shapes, desc.dtypes)
     return [found[key.model_name, key.object_group_id] for key in keys]
-
-
-def _by_kind(kinds: Sequence[ObjectKind | None]) -> list[tuple[ObjectKind, list[int]]]:
-    """Return the places of each kind; those without one are left out."""
-    places: dict[ObjectKind, list[int]] = {}
-    for place, kind in enumerate(kinds):
-        if kind is not None:
-            places.setdefault(kind, []).append(place)
-    return [*places.items()]
 
 
 def _bitmap(found: Sequence[bool]) -> Any:

@@ -21,6 +21,8 @@ class Options(StrictModel):
     )
     kv_dtype: str = Field(default="", description="numbers of a packed KV cache (uint8, int8), such as fp8_e4m3")
     kv_layout: str = Field(default="", description="anything else that decides the bytes; servers share only if equal")
+    tenant: str = Field(default="", description="whose values those are whose key names no tenant")
+    salt_is_tenant: bool = Field(default=False, description="whether LMCache's salt of a key is its tenant")
     lookup_deadline: Duration = Field(default=2.0, gt=0, description="time in which a lookup ends")
     deadline: Duration = Field(default=10.0, gt=0, description="time in which a load ends")
     store_deadline: Duration = Field(default=60.0, gt=0, description="time in which a store or a deletion ends")

@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from kvtiers import OffloadConfig, load_config
 from kvtiers.api import ConfigError, Duration, Size, StrictModel
 
-__all__ = ["VARIABLE", "Options", "extra_config", "options_of"]
+__all__ = ["VARIABLE", "Options", "extra_config", "options_of", "tiers_of"]
 
 VARIABLE = "KVTIERS_CONFIG"
 _SGLANGS = frozenset(
@@ -24,6 +25,7 @@ class Options(StrictModel):
     config: str | dict[str, Any] = Field(description="file of the tiers, or what would stand in it")
     weights: str = Field(default="", description="commit or digest of the model's weights; found out where it can be")
     draft_weights: str = Field(default="", description="the same of a draft model's weights")
+    tenant: str = Field(default="", description="whose pages all of this server's are; '' for no one's")
     deadline: Duration = Field(default=5.0, gt=0, description="time in which a call of SGLang's ends, over all pools")
     bounce_bytes: Size = Field(
         default=128 << 20, gt=0, description="shared memory of each pool's client, for pages on their way"
@@ -59,3 +61,13 @@ def options_of(extra: Mapping[str, Any] | None) -> Options:
     if problems:
         raise ConfigError(problems)
     return options
+
+
+def tiers_of(options: Options) -> OffloadConfig:
+    """Return the config of the tiers; ConfigError if it is wrong, or does not allow the server's tenant."""
+    config = load_config(options.config)
+    try:
+        config.tenant_rule().check(options.tenant)
+    except ConfigError as error:
+        raise ConfigError(f"{_WHERE}: 'tenant': {error}") from None
+    return config

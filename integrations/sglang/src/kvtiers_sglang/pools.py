@@ -14,7 +14,7 @@ import torch
 from kvtiers import Client, open_client
 from kvtiers.api import ConfigError
 from kvtiers_sglang.identity import identity_of, release
-from kvtiers_sglang.options import Options
+from kvtiers_sglang.options import Options, tiers_of
 
 __all__ = ["Pages", "Pool", "keys_of", "open_pool"]
 
@@ -84,13 +84,14 @@ def open_pool(name: str, memory: Any, storage: Any, options: Options) -> Pool:
     """Open the tiers for a pool. ConfigError or StartError, in one line, if it cannot be used."""
     pages = Pages(memory)
     client = open_client(
-        options.config,
+        tiers_of(options),
         identity_of(name, memory, pages.sizes, storage, options),
         pages.nbytes,
         bounce_bytes=options.bounce_bytes,
         deadline=options.deadline,
         way_in=f"in SGLang {release()}, pool {name}",
         release=f"sglang {release()}",
+        tenant=options.tenant,
     )
     return Pool(memory, pages, client)
 

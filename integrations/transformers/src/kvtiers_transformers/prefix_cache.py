@@ -23,8 +23,9 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from kvtiers import BlockHashChain, OffloadConfig, open_client
+from kvtiers import BlockHashChain, OffloadConfig, load_config, open_client
 from kvtiers.api import ConfigError
+from kvtiers.types import TENANT_FIELD
 from kvtiers_transformers.adapters import active_adapters
 from kvtiers_transformers.arguments import left_padding, problem_of
 from kvtiers_transformers.geometry import ValueKind
@@ -44,11 +45,15 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Prompt:
-    """A prompt whose cache came from here. ``chain``: its hashes; ``kept``: chunks that need no store, by kind."""
+    """A prompt whose cache came from here. ``chain``: its hashes; ``kept``: chunks that need no store, by kind.
+
+    ``tenant``: whose its values are.
+    """
 
     ids: torch.Tensor
     chain: BlockHashChain
     adapters: str
+    tenant: str
     kept: dict[str, int]
     is_abandoned: bool = False
 
@@ -59,10 +64,13 @@ class PrefixCache:
     ``config``: a file, or its content. ``model``: of transformers or PEFT, in eval mode, on its device. ``tokenizer``:
     for prompts that are text. ``chunk_tokens``: what is stored as one value; a prefix is restored in steps of it.
     ``state_tokens``: between two boundaries that keep states, which are large. ``weights``: "digest" reads all
-    of them once; "commit" takes the hub's. ``salt``: prompts with different salts share nothing. ``load_wait``: seconds
-    that a prompt waits for the tiers, at most. ``pending_bytes``: of stores that wait; more is not stored.
+    of them once; "commit" takes the hub's. ``salt``: prompts with different salts share nothing. ``tenant``: whose
+    prompts they are where a call does not say it; "" for no one's. ``load_wait``: seconds that a prompt waits for the
+    tiers, at most. ``pending_bytes``: of stores that wait; more is not stored.
 
-    ConfigError, in one line, for a model whose KV cannot be restored rightly, and for mistakes of the config.
+    ConfigError, in one line, for a model whose KV cannot be restored rightly, and for mistakes of the config or a
+    tenant that it does not allow. A call's own ``tenant`` is never an error: one that may not be runs without the
+    cache, and the log says why.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class PrefixCache:
         state_tokens: int = 1024,
         weights: str = "digest",
         salt: str = "",
+        tenant: str = "",
         load_wait: float = 5.0,
         pending_bytes: int = 1 << 30,
     ) -> None:
@@ -93,8 +102,10 @@ class PrefixCache:
         release = f"transformers-{transformers.__version__}"
         lengths = [kind.nbytes for kind in geometry.kinds]
         bounce = max(256 << 20, 4 * max(lengths))
+        loaded = config if isinstance(config, OffloadConfig) else load_config(config)
+        self._tenants, self._tenant = loaded.tenant_rule(), tenant
         self._client = open_client(
-            config, identity, lengths, bounce_bytes=bounce, way_in="in transformers", release=release
+            loaded, identity, lengths, bounce_bytes=bounce, way_in="in transformers", release=release, tenant=tenant
         )
         self._reader = Reader(self._client, geometry, self._config)
         self._writer = Writer(self._client, pending_bytes)
@@ -106,18 +117,18 @@ class PrefixCache:
 
     # -- calls
 
-    def generate(self, inputs: Any = None, **arguments: Any) -> Any:
+    def generate(self, inputs: Any = None, *, tenant: str | None = None, **arguments: Any) -> Any:
         """Return what ``model.generate(inputs, **arguments)`` returns, with the prefixes that were found.
 
         ``inputs``: token ids, [prompts, tokens]; or, with a tokenizer, a text or a list of texts. Prompts of a batch
-        are padded on the left, as ``attention_mask`` says. A call that the cache cannot serve is the model's alone, and
-        the log says why, once.
+        are padded on the left, as ``attention_mask`` says. ``tenant``: whose prompts all of them are, by default the
+        cache's. A call that the cache cannot serve is the model's alone, and the log says why, once.
         """
         if inputs is None:
             inputs = arguments.pop("input_ids", None)
         if self._tokenizer is not None and isinstance(inputs, str | list):
             inputs, arguments = self._tokens(inputs, arguments)
-        cache = self._never_raises(lambda: self._prepare(inputs, arguments))
+        cache = self._never_raises(lambda: self._prepare(inputs, arguments, tenant))
         if cache is None:
             return self._model.generate(inputs, **arguments)
         found = self._model.generate(input_ids=inputs, cache=cache, **arguments)
@@ -125,19 +136,20 @@ class PrefixCache:
             self._never_raises(lambda: self._store(cache, getattr(found, "sequences", found)))
         return found
 
-    def load(self, input_ids: torch.Tensor) -> DynamicCache:
+    def load(self, input_ids: torch.Tensor, *, tenant: str | None = None) -> DynamicCache:
         """Return a cache for ``model.generate(input_ids, cache=...)``: at the longest prefix that was found, or empty.
 
         ``input_ids``: one prompt, [1, tokens], without padding. At least its last token is left to be computed.
+        ``tenant``: as for ``generate``; ``store`` stores for the same one.
         """
-        return self._begin(input_ids, computes=False)
+        return self._begin(input_ids, tenant, computes=False)
 
-    def prefill(self, input_ids: torch.Tensor) -> DynamicCache:
+    def prefill(self, input_ids: torch.Tensor, *, tenant: str | None = None) -> DynamicCache:
         """Return such a cache, with what was not found computed up to the prompt's last boundary, and stored.
 
         For models with windows or states, whose boundaries cannot be kept when ``generate`` runs over them.
         """
-        return self._begin(input_ids, computes=True)
+        return self._begin(input_ids, tenant, computes=True)
 
     def store(self, cache: Any, ids: torch.Tensor) -> None:
         """Store what a cache from ``load`` or ``prefill`` has now. ``ids``: all of its tokens, and maybe more behind.
@@ -176,7 +188,7 @@ class PrefixCache:
         ids, mask = (found[name].to(self._model.device) for name in ("input_ids", "attention_mask"))
         return ids, {"attention_mask": mask, **arguments}
 
-    def _prepare(self, ids: Any, arguments: Mapping[str, Any]) -> Any:
+    def _prepare(self, ids: Any, arguments: Mapping[str, Any], tenant: str | None) -> Any:
         """Return the cache for a call of ``generate``; None if it has to do without."""
         problem = problem_of(self._model.generation_config, ids, arguments) or self._guard.problem()
         pads = None if problem else left_padding(ids, arguments.get("attention_mask"))
@@ -185,41 +197,51 @@ class PrefixCache:
         prompts = [row[pad:] for row, pad in zip(ids, pads, strict=True)]
         if min(map(len, prompts)) < 2:
             return self._bypass("a prompt of one token")
+        if (whose := self._whose(tenant)) is None:
+            return None
         if len(prompts) == 1 and not pads[0]:
-            return self._start(prompts[0], computes=True)
+            return self._start(prompts[0], whose, computes=True)
         if any(pads) and self._geometry.has_indexer:
             return self._bypass("padding, of which the model's indexer picks tokens, too")
         # Alone, each of them ends where the batch begins: without padding, and one finds what the one before left.
         caches = []
         for prompt in prompts:
-            caches.append(self._start(prompt, computes=True))
+            caches.append(self._start(prompt, whose, computes=True))
             self._finish(prompt, caches[-1])
         return stack(self._geometry, self._config, caches, ids.shape[1] - 1)
 
-    def _begin(self, ids: Any, *, computes: bool) -> Any:
-        cache = self._never_raises(lambda: self._begin_one(ids, computes=computes))
+    def _begin(self, ids: Any, tenant: str | None, *, computes: bool) -> Any:
+        cache = self._never_raises(lambda: self._begin_one(ids, tenant, computes=computes))
         return cache if cache is not None else DynamicCache(config=self._config)
 
-    def _begin_one(self, ids: torch.Tensor, *, computes: bool) -> Any:
+    def _begin_one(self, ids: torch.Tensor, tenant: str | None, *, computes: bool) -> Any:
         if problem := self._guard.problem():
             return self._bypass(problem)
         if ids.ndim != 2 or len(ids) != 1 or ids.shape[1] < 2:
             return self._bypass(f"load takes one prompt of two tokens or more, not {list(ids.shape)}")
-        return self._start(ids[0], computes=computes)
+        whose = self._whose(tenant)
+        return None if whose is None else self._start(ids[0], whose, computes=computes)
 
-    def _start(self, ids: torch.Tensor, *, computes: bool) -> Any:
+    def _whose(self, tenant: str | None) -> str | None:
+        """Return the tenant of a call, "" for none; None, which is logged and counted, for one that may not be."""
+        whose = self._tenants.of({TENANT_FIELD: self._tenant if tenant is None else tenant})
+        if whose is None:
+            self._count(bypassed_calls=1)
+        return whose
+
+    def _start(self, ids: torch.Tensor, tenant: str, *, computes: bool) -> Any:
         """Return the cache of one prompt, restored, and, if need be, computed up to its last boundary."""
         adapters = active_adapters(self._model)
         digest = hashlib.sha256(adapters.encode()).hexdigest() if adapters else ""
         chain = BlockHashChain(self._chunk, adapter=digest, salt=self._salt)
         chain.extend(ids.cpu().numpy())
         most = (len(ids) - 1) // self._chunk
-        cache, chunks = self._reader.restore(chain.hashes[:most], self._load_wait)
+        cache, chunks = self._reader.restore(chain.hashes[:most], self._load_wait, tenant)
         if cache is None:
             cache = DynamicCache(config=self._config)
         self._count(prompts=1, prompt_tokens=len(ids), loaded_tokens=chunks * self._chunk)
         kept = dict.fromkeys((kind.name for kind in self._geometry.kinds), chunks)
-        self._prompts[cache] = prompt = _Prompt(ids.detach().clone(), chain, adapters, kept)
+        self._prompts[cache] = prompt = _Prompt(ids.detach().clone(), chain, adapters, tenant, kept)
         if computes and self._geometry.at_boundaries:
             start = chunks * self._chunk
             stops = self._prefill.stops(start, len(ids) - 1)
@@ -288,7 +310,7 @@ class PrefixCache:
             chunks = list(itertools.takewhile(lambda chunk: held(kind, frozen, chunk, self._chunk), range(first, last)))  # noqa: B023 -- used at once
             if chunks and not prompt.is_abandoned:
                 keys = [key_of(prompt.chain.hashes[chunk], kind) for chunk in chunks]
-                prompt.is_abandoned = not self._writer.submit(kind, frozen, chunks, keys, self._chunk)
+                prompt.is_abandoned = not self._writer.submit(kind, frozen, chunks, keys, self._chunk, prompt.tenant)
                 prompt.kept[kind.name] = chunks[-1] + 1
             if kind.kind == "window":
                 last = min(last, prompt.kept[kind.name])

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,14 @@ def key_of(chain: bytes, kind: ValueKind) -> bytes:
     return chain + b"/" + kind.name.encode()
 
 
+class _Prompt(NamedTuple):
+    """A prompt to be restored: the hash of each of its chunks, whose it is, and until when (``time.monotonic``)."""
+
+    chain: Sequence[bytes]
+    tenant: str
+    until: float
+
+
 class Reader:
     """Restores caches of one sequence. ``config``: the model's, of which ``DynamicCache`` makes its layers."""
 
@@ -29,57 +37,60 @@ class Reader:
         self._geometry = geometry
         self._config = config
 
-    def restore(self, chain: Sequence[bytes], seconds: float) -> tuple[Any, int]:
+    def restore(self, chain: Sequence[bytes], seconds: float, tenant: str = "") -> tuple[Any, int]:
         """Return a cache, and at how many chunks it stands; (None, 0) if nothing was found in time.
 
-        ``chain``: the hash of each chunk that may be restored. A value that is damaged, or gone, moves the boundary.
+        ``chain``: the hash of each chunk that may be restored. ``tenant``: whose values, "" for no one's. A value that
+        is damaged, or gone, moves the boundary.
         """
-        until = time.monotonic() + seconds
-        reach = self._reach(chain, until)
+        prompt = _Prompt(chain, tenant, time.monotonic() + seconds)
+        reach = self._reach(prompt)
         for _ in range(_MOST_TRIES):
-            if reach < 1 or time.monotonic() >= until:
+            if reach < 1 or time.monotonic() >= prompt.until:
                 break
-            if not all(self._has(kind, chain, reach, until) for kind in self._geometry.at_boundaries):
+            if not all(self._has(kind, prompt, reach) for kind in self._geometry.at_boundaries):
                 reach -= 1
                 continue
             restored = Restored(self._geometry, self._config, reach)
-            good = self._fill(restored, chain, reach, until)
+            good = self._fill(restored, prompt, reach)
             if good == reach:
                 return restored.cache(), reach
             reach = min(good, reach - 1)
         return None, 0
 
-    def _reach(self, chain: Sequence[bytes], until: float) -> int:
+    def _reach(self, prompt: _Prompt) -> int:
         """Return how many leading chunks have values of the kind of which all are needed."""
-        kind = self._geometry.rows or self._geometry.kinds[0]
+        return self._prefix(self._geometry.rows or self._geometry.kinds[0], prompt, prompt.chain)
+
+    def _has(self, kind: ValueKind, prompt: _Prompt, reach: int) -> bool:
+        needed = prompt.chain[max(0, reach - kind.back) : reach]
+        return self._prefix(kind, prompt, needed) == len(needed)
+
+    def _prefix(self, kind: ValueKind, prompt: _Prompt, chain: Sequence[bytes]) -> int:
         keys = [key_of(link, kind) for link in chain]
-        return self._client.exists_prefix(keys, kind.nbytes, _left(until)) if keys else 0
+        if not keys:
+            return 0
+        return self._client.exists_prefix(keys, kind.nbytes, _left(prompt.until), tenant=prompt.tenant)
 
-    def _has(self, kind: ValueKind, chain: Sequence[bytes], reach: int, until: float) -> bool:
-        keys = [key_of(link, kind) for link in chain[max(0, reach - kind.back) : reach]]
-        return self._client.exists_prefix(keys, kind.nbytes, _left(until)) == len(keys)
-
-    def _fill(self, restored: Restored, chain: Sequence[bytes], reach: int, until: float) -> int:
+    def _fill(self, restored: Restored, prompt: _Prompt, reach: int) -> int:
         """Get all values for this boundary; return up to where there may be values, ``reach`` if all are there."""
         for kind in sorted(self._geometry.kinds, key=lambda kind: kind.kind == "rows"):
-            first = restored.first_chunk(kind)
-            good = self._get(kind, chain, first, reach, restored, until)
+            good = self._get(kind, prompt, restored.first_chunk(kind), reach, restored)
             if good < reach:
                 # Without a row, only boundaries before it are left; without a state, those before this one.
                 return good if kind.kind == "rows" else reach - 1
         return reach
 
-    def _get(
-        self, kind: ValueKind, chain: Sequence[bytes], first: int, end: int, restored: Restored, until: float
-    ) -> int:
+    def _get(self, kind: ValueKind, prompt: _Prompt, first: int, end: int, restored: Restored) -> int:
         each = max(1, _GROUP_BYTES // kind.nbytes)
         on_device = kind.parts[0].device.type == "cuda"
         memory = torch.empty((min(each, end - first), kind.nbytes), dtype=torch.uint8, pin_memory=on_device)
         for start in range(first, end, each):
             stop = min(start + each, end)
             rows = memory[: stop - start]
-            keys = [key_of(link, kind) for link in chain[start:stop]]
-            found = self._client.get_into(keys, [row.numpy() for row in rows], _left(until))
+            keys = [key_of(link, kind) for link in prompt.chain[start:stop]]
+            views = [row.numpy() for row in rows]
+            found = self._client.get_into(keys, views, _left(prompt.until), tenant=prompt.tenant)
             if not all(found):
                 return start + found.index(False)
             restored.put(kind, start, rows.to(kind.parts[0].device) if on_device else rows)

@@ -34,6 +34,7 @@ class _Job:
     chunks: Sequence[int]
     keys: Sequence[bytes]
     chunk_tokens: int
+    tenant: str
     computed: Any  # an event on the device's stream
 
     @property
@@ -59,12 +60,18 @@ class Writer:
         atexit.register(self._at_exit)
 
     def submit(
-        self, kind: ValueKind, frozen: Frozen, chunks: Sequence[int], keys: Sequence[bytes], chunk_tokens: int
+        self,
+        kind: ValueKind,
+        frozen: Frozen,
+        chunks: Sequence[int],
+        keys: Sequence[bytes],
+        chunk_tokens: int,
+        tenant: str = "",
     ) -> bool:
-        """Store these chunks' values when their turn comes; False if too much waits already."""
+        """Store these chunks' values, of this tenant or no one's, when their turn comes; False if too much waits."""
         device = kind.parts[0].device
         computed = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        job = _Job(kind, frozen, chunks, keys, chunk_tokens, computed)
+        job = _Job(kind, frozen, chunks, keys, chunk_tokens, tenant, computed)
         with self._lock:
             if self._is_closed or (self._waiting and self._waiting + job.nbytes > self._pending_bytes):
                 self._counts["dropped_values"] += len(chunks)
@@ -125,7 +132,8 @@ class Writer:
                     _pack(job, chunk, row)
             if stream is not None:
                 stream.synchronize()
-            result = self._client.put(job.keys[start : start + each], [row.numpy() for row in memory[: len(chunks)]])
+            views = [row.numpy() for row in memory[: len(chunks)]]
+            result = self._client.put(job.keys[start : start + each], views, tenant=job.tenant)
             stored += sum(result.stored)
             if result.error:
                 _log.warning(

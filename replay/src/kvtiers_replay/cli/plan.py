@@ -86,7 +86,7 @@ Examples:
 A size is a share of the trace's different blocks (10%), bytes (64GiB; needs --model or --bytes-per-token),
 'unlimited', or for a secondary tier 0: without it. Every combination is simulated: the real manager, eviction and
 admission serve the requests one after the other, over rows without bytes and tiers that answer at once. A tier is
-taken as an LRU; ages, time to live and waiting are not simulated. One chunk is one block of the trace.
+taken as an LRU; ages, time to live, quotas and waiting are not simulated. One chunk is one block of the trace.
 
 Exit status: 0, 1 if no case reaches the --wish, 2 if the config, the trace or the command line is wrong, 130 stopped
 by Ctrl-C (what was found so far is printed)."""
@@ -156,7 +156,8 @@ def plan(
     if model:
         bytes_per_token = read_model(model, kv_dtype=kv_dtype, ranks=tp).bytes_per_token
     workload = read_trace(trace, requests)
-    chunks = PlanTrace(workload)
+    shares = config.tenants.shares() if config and config.tenants else {}
+    chunks = PlanTrace(workload, shares, config.tenant_rule() if config else None)
     sizes = PlanSizes(chunks.unique)
     if bytes_per_token:
         sizes = PlanSizes.of_tokens(chunks.unique, chunks.tokens_per_chunk, bytes_per_token)
@@ -220,7 +221,7 @@ def _print(plan: Plan) -> None:
     print_heading(plan.heading())
     if plan.points:
         print_table(plan.columns(), plan.rows(plan.points))
-        for line in plan.budget_lines():
+        for line in plan.budget_lines() + plan.tenant_lines():
             click.echo(line)
         _print_bars(plan)
     if verdict := plan.verdict():

@@ -10,6 +10,8 @@ from kvtiers_replay.plan.sizes import PlanSizes
 
 __all__ = ["Plan"]
 
+_MOST_TENANTS = 8  # columns of a table; all of them are in the data
+
 
 @dataclass(slots=True)
 class Plan:
@@ -59,11 +61,18 @@ class Plan:
             f"An infinite cache hits {_percent(self.infinite_rate)}."
         )
 
+    @property
+    def tenant_names(self) -> list[str]:
+        """The tenants with a share of the primary that the trace has, up to a few; none if no case has shares."""
+        shares = dict(self.points[0].case.shares) if self.points else {}
+        return [name for name in shares if self.trace.references_of.get(name)][:_MOST_TENANTS]
+
     def columns(self) -> list[str]:
         """Return the names of the columns of ``rows``."""
         names = self.tier_names
         unit = " (chunks)" if self.sizes.value_bytes is None else ""
         parts = ["from primary", *(f"from {name}" for name in names)] if names else []
+        parts += [f"hits of {tenant}" for tenant in self.tenant_names]
         return ["policy", "primary", *names, "hits", *parts, *(f"to {name}{unit}" for name in names)]
 
     def rows(self, points: Sequence[PlanPoint]) -> list[list[str]]:
@@ -95,6 +104,22 @@ class Plan:
                 if advice:
                     found[tier] = f"{tier}, with a primary of {self.sizes.shown(point.case.primary)}: {advice}."
         return list(found.values())
+
+    def tenant_lines(self) -> list[str]:
+        """Return what of the config's tenants does not fit the trace, a line each; none if all does."""
+        lines, trace = [], self.trace
+        shares = dict(self.points[0].case.shares) if self.points else {}
+        if unused := [name for name in shares if name not in trace.references_of]:
+            lines.append(
+                f"tenants: the trace has no request of {', '.join(unused)}, whose share others used; a recording has "
+                "ids of its own instead of names: write these under 'tenants.named'."
+            )
+        if trace.refused:
+            lines.append(
+                f"tenants: {trace.refused:,} of {len(trace.requests):,} requests would run without tiers in an engine "
+                f"with this config, and were served here: {trace.refusal}."
+            )
+        return lines
 
     def as_data(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -131,6 +156,7 @@ class Plan:
             *(self.sizes.shown(held.get(name, 0)) for name in names),
             _percent(point.rate),
             *(_percent(point.hits.get(name, 0) / point.references) for name in shares),
+            *(_percent(point.tenants[tenant] / self.trace.references_of[tenant]) for tenant in self.tenant_names),
             *(self.sizes.amount(point.written.get(name, 0)) for name in names),
         ]
 
@@ -144,6 +170,10 @@ class Plan:
             "written": {name: self._size(chunks) for name, chunks in point.written.items()},
             "budgets": dict(point.budgets),
             "promoted": {name: self._size(chunks) for name, chunks in point.promoted.items()},
+            "tenants": {
+                name: {"references": self.trace.references_of[name], "hits": hits}
+                for name, hits in point.tenants.items()
+            },
         }
 
     def _size(self, chunks: int | None) -> dict[str, int | None]:

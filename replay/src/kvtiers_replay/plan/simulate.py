@@ -3,15 +3,18 @@
 Admission, budgets, promotion and eviction are those of an engine (``kvtiers.what_if.keys_only``).
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from kvtiers.api import OffloadKey
+from kvtiers.api import ConfigError, OffloadKey
 from kvtiers.api.keys import make_offload_key
+from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import budget_advice
+from kvtiers.types import TENANT_FIELD
+from kvtiers.what_if.keys_only import STEP_TOKENS, KeysOnlyStack, ServedRequest
 from kvtiers.what_if.keys_only import Case as PlanCase
 from kvtiers.what_if.keys_only import CaseTier as PlanTier
-from kvtiers.what_if.keys_only import KeysOnlyStack, ServedRequest
 from kvtiers_replay.workload import Workload
 
 __all__ = ["PlanCase", "PlanPoint", "PlanTier", "PlanTrace", "simulate"]
@@ -24,7 +27,8 @@ class PlanPoint:
     """The result of a case, in chunks. ``hits``: of prompts' prefixes, by where they were (``primary`` or a tier).
 
     ``written``: what the tiers did not have yet and took; ``promoted``: what came back from them. ``budgets``: by tier,
-    which budget of the primary's rows has cost it hits (``kvtiers.metrics.budget_advice``); "": none.
+    which budget of the primary's rows has cost it hits (``kvtiers.metrics.budget_advice``); "": none. ``tenants``: hits
+    of the requests that name a tenant, by its name.
     """
 
     case: PlanCase
@@ -33,6 +37,7 @@ class PlanPoint:
     written: Mapping[str, int]
     promoted: Mapping[str, int]
     budgets: Mapping[str, str] = field(default_factory=dict)
+    tenants: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
@@ -44,26 +49,47 @@ class PlanTrace:
     """A workload as offload keys, made once for all cases: one chunk a block.
 
     ``requests``: arrival (seconds), keys, and how many of them may be hits: the last token is always computed.
-    ``hints``: the parameters of each, and the tokens of its answer.
+    ``hints``: the parameters of each, and the tokens of its answer. ``shares``: the tenants that have one. ``tenants``:
+    the engine's rule; requests whose tenant it does not allow are counted, and served as the others: a recording has
+    ids instead of names.
     """
 
     requests: list[tuple[float, list[OffloadKey], int]]
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(
+        self, workload: Workload, shares: Collection[str] = frozenset(), tenants: Tenants | None = None
+    ) -> None:
         per_block = workload.tokens_per_block
         self.tokens_per_chunk = per_block
         self.requests = []
         self.hints = [(request.params, request.output_tokens) for request in workload.requests]
         known: dict[bytes, OffloadKey] = {}  # so that equal keys are one object: less memory, faster comparisons
         self.references = self.infinite_hits = 0
+        self.references_of: Counter[str] = Counter()
+        """Full chunks asked for by the requests that name a tenant, by its name."""
+        self.refused, self.refusal = 0, ""
+        """Requests that an engine with this rule would serve without tiers, and why, of the first."""
         for request in workload.requests:
             hashes = request.block_hashes
             usable = min(len(hashes), (request.num_tokens - 1) // per_block)
             self.references += len(hashes)
-            self.infinite_hits += next((i for i in range(usable) if hashes[i] not in known), usable)
-            keys = [known.setdefault(each, make_offload_key(each, 0)) for each in hashes]
-            self.requests.append((request.arrival, keys, usable))
+            if named := _tenant_in(request.params):
+                self.references_of[named] += len(hashes)
+            # Two tenants' hashes differ, so that keys need no others.
+            made = [make_offload_key(each, 0, named if named in shares else "") for each in hashes]
+            self.infinite_hits += next((i for i in range(usable) if made[i] not in known), usable)
+            self.requests.append((request.arrival, [known.setdefault(key, key) for key in made], usable))
         self.unique = len(known)
+        if tenants is not None:
+            self._count_refused(tenants)
+
+    def _count_refused(self, tenants: Tenants) -> None:
+        for params, _ in self.hints:
+            try:
+                tenants.named(params)
+            except ConfigError as error:
+                self.refused += 1
+                self.refusal = self.refusal or str(error)
 
 
 def simulate(
@@ -73,10 +99,13 @@ def simulate(
 
     ``progress`` is called now and then with the number of further requests served; its exceptions end the simulation.
     """
-    stack = KeysOnlyStack(case)
+    stack = KeysOnlyStack(case, STEP_TOKENS // trace.tokens_per_chunk)
     served = zip(trace.requests, trace.hints, strict=True)
+    hits_of = dict.fromkeys(trace.references_of, 0)
     for number, ((arrival, keys, usable), (params, output_tokens)) in enumerate(served, 1):
-        stack.serve(ServedRequest(arrival, keys, usable, params, output_tokens))
+        hits = stack.serve(ServedRequest(arrival, keys, usable, params, output_tokens))
+        if tenant := _tenant_in(params):
+            hits_of[tenant] += hits
         if not number % _REPORT_EVERY:
             progress(_REPORT_EVERY)
     progress(len(trace.requests) % _REPORT_EVERY)
@@ -89,4 +118,10 @@ def simulate(
         {name: store.written for name, store in stack.stores.items()},
         {name: stats["tiers"][name]["loaded_chunks"] for name in names},
         {name: budget_advice(stats["tiers"][name], trace.references) for name in names},
+        hits_of,
     )
+
+
+def _tenant_in(params: Mapping[str, object]) -> str:
+    tenant = params.get(TENANT_FIELD)
+    return tenant if isinstance(tenant, str) else ""

@@ -107,8 +107,16 @@ def plan_cases(wanted: Wanted, sizes: PlanSizes, config: OffloadConfig | None = 
         raise ConfigError(f"{count:,} combinations of sizes and policies, expected at most {_MOST_CASES:,}")
     budgets = config.budgets if config else BudgetConfig()
     reserve = config.clean_reserve if config else PlanCase(1).clean_reserve
+    shares = config.tenants.shares() if config and config.tenants else {}
     return [
-        PlanCase(primary, policy, tuple(tier for tier in combination if tier.chunks != 0), budgets, reserve)
+        PlanCase(
+            primary,
+            policy,
+            tuple(tier for tier in combination if tier.chunks != 0),
+            budgets,
+            reserve,
+            tuple(shares.items()),
+        )
         for policy in dict.fromkeys(policies)
         for combination in itertools.product(*tiers)
         for primary in primaries

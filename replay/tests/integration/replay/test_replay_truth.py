@@ -1,5 +1,6 @@
 """The whole stack hits what an LRU hits that evicts leaves first; every byte that comes back is right."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ VALUE_BYTES = 4096
 POINTS = 0.003
 
 
-def run(workload: Workload, primary_chunks: int, secondary_chunks: int = 0, policy: str = "lru") -> ReplayResults:
+def run(
+    workload: Workload, primary_chunks: int, secondary_chunks: int = 0, policy: str = "lru", **more: object
+) -> ReplayResults:
     # This tier evicts behind its users' backs: what is believed of it must be young.
     options = {"io": "thread", "threads": 1, "exists_ttl": "200ms"}
     tiers = [{"type": "memory", "capacity": secondary_chunks * VALUE_BYTES, **options}]
@@ -31,6 +34,7 @@ def run(workload: Workload, primary_chunks: int, secondary_chunks: int = 0, poli
             "lookup_wait": "60s",
             "load_wait": "60s",
             "budgets": {"one_tier": "50%"},  # a small primary must still take a whole request's promotion
+            **more,
         }
     )
     report = replay(config, workload, ReplayOptions(primary_chunks=primary_chunks))
@@ -70,6 +74,29 @@ def test_a_replay_hits_what_the_plan_says_with_each_policy(trace_file: Path, pol
     assert planned > 0.1
     # An engine stores a long prompt in parts, a plan at once: that is one use with lru, and nearly so with the others.
     assert report.prefix_hits / report.references == pytest.approx(planned, abs=0 if policy == "lru" else POINTS)
+
+
+@pytest.mark.parametrize("policy", list(BUILT_IN))
+def test_a_replay_hits_of_each_tenant_what_the_plan_says_with_shares(
+    trace_file: Path, tmp_path: Path, policy: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(tier, "make_policy", lambda name, rows, _clock: make_policy(name, rows, lambda: 0.0))
+    lines = [json.loads(line) for line in trace_file.read_text(encoding="utf-8").splitlines()]
+    whose = ["blue", "", "red", "green", "", ""]
+    for place, line in enumerate(lines):
+        line["tenant"] = whose[place % len(whose)]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    workload, shares = read_trace(tmp_path / "trace.jsonl", limit=120), {"blue": 0.4, "red": 0.2}
+    trace = PlanTrace(workload, shares)
+    chunks = trace.unique // 6
+    tenants = {"named": {name: {"share": share} for name, share in shares.items()}}
+    report = run(workload, chunks, policy=policy, tenants=tenants)
+    planned = simulate(trace, PlanCase(chunks, policy, shares=tuple(shares.items())))
+    assert {name: counts["hits"] for name, counts in report.tenants.items()} == planned.tenants
+    assert {name: counts["references"] for name, counts in report.tenants.items()} == trace.references_of
+    assert (report.prefix_hits, report.references) == (planned.hits["primary"], planned.references)
+    without = simulate(trace, PlanCase(chunks, policy))
+    assert planned.tenants["blue"] > without.tenants["blue"] > 0, "the shares make a difference here"
 
 
 def test_an_unbounded_cache_hits_what_an_infinite_one_would(trace_file: Path) -> None:

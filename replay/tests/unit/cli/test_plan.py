@@ -92,6 +92,17 @@ def test_a_config_gives_tiers_sizes_and_policy_and_opens_nothing(run, trace, con
     assert not (tmp_path / "none").exists()
 
 
+def test_tenants_of_a_config_have_their_shares(run, trace, config, tmp_path):
+    lines = (tmp_path / trace).read_text().splitlines()
+    whose = [line.replace("{", '{"tenant": "blue", ', 1) if number % 2 else line for number, line in enumerate(lines)]
+    (tmp_path / trace).write_text("\n".join(whose) + "\n")
+    file = config(more="tenants: {named: {blue: {share: 60%}, red: {share: 10%}}}\n")
+    result = run("plan", "--trace", trace, "--config", file, "--bytes-per-token", "1KiB", "--primary", "20%")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "hits of blue" in cells(result.stdout.splitlines()[1])
+    assert "tenants: the trace has no request of red, " in result.stdout
+
+
 def test_json_adds_up(run, trace):
     result = run("plan", "--trace", trace, "--primary", "10%", "--secondary", "50%", "--json", "--wish", "5%")
     data = json.loads(result.stdout)
