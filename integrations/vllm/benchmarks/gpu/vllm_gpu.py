@@ -100,6 +100,12 @@ RESTARTS = [
     *(3 * [Run("stack_fs", "restart", store="ours"), Run("tiering_fs", "restart", store="theirs")]),
 ]
 """In turns, over stores that hold the burst alone; ``SETTLE=20``, so that all of it has been written."""
+THROUGHPUTS = [
+    Run(mode, "throughput", 16, store=f"{mode}-{turn}")
+    for turn in range(2)
+    for mode in ("none", "tiers_fs", "stack_fs", "tiering_fs")
+]
+"""In turns, each over an empty store. Each stores 39 GiB; vLLM's primary lies in /dev/shm, too: half of 125 GiB."""
 
 
 def link_gb_s() -> float:
@@ -362,6 +368,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder with the model's config.json")
     parser.add_argument("--quick", action="store_true", help="the scenes that have goals")
     parser.add_argument("--restarts", action="store_true", help="restarts of two engines in turns")
+    parser.add_argument("--throughputs", action="store_true", help="no-hit throughput of four engines in turns")
     parser.add_argument("--only", default="", help="runs by number, as 0,2,5: a part of the quick or the full list")
     parser.add_argument("--warm", action="store_true", help="this machine has run an engine before: no warm-up")
     parser.add_argument("--stores", default="/dev/shm", help="where stores are made (default: %(default)s)")
@@ -378,7 +385,7 @@ def main() -> None:
         return
     if not options.model:
         parser.error("--model is needed")
-    runs = RESTARTS if options.restarts else QUICK if options.quick else FULL
+    runs = RESTARTS if options.restarts else THROUGHPUTS if options.throughputs else QUICK if options.quick else FULL
     if options.only:
         runs = [runs[int(number)] for number in options.only.split(",")]
     if not options.warm:
