@@ -92,13 +92,6 @@ def test_a_run_that_reaches_a_chunk_that_is_to_be_asked_alone_stops_before_it(ti
     assert [question for _, question, _ in asked.questions] == [keys[4:5], keys[:4]]
 
 
-def test_a_run_that_begins_with_a_chunk_that_is_to_be_asked_alone_is_asked_as_a_run(tier, asked, keys):
-    tier.ask(keys[:1])
-    tier.ask(keys[:6])
-    tier.flush()
-    assert [(question, is_prefix) for _, question, is_prefix in asked.questions] == [(keys[:6], True)]
-
-
 def test_a_run_is_not_asked_beyond_a_known_miss(tier, asked, keys):
     settle(tier, asked, [keys[3]], [0])
     assert tier.ask(keys) == [RETRY]

@@ -170,17 +170,15 @@ class PresenceCache:
 
     def _want(self, keys: Sequence[OffloadKey], now: float) -> LookupResult:
         """Queue a question about an unknown run, except for chunks being asked for or behind a known MISS."""
-        is_queued = keys[0] in self._singles
-        if keys[0] in self._asked or (is_queued and len(keys) == 1):
+        if keys[0] in self._asked or keys[0] in self._singles:
             return _RETRY
         if len(self._probes) + len(self._runs) >= _MOST_PROBES:
-            return _RETRY if is_queued else _MISS
+            return _MISS
         self.at_work = True
         if len(keys) == 1:
             self._singles[keys[0]] = None
             return _RETRY
         keys = keys[:_LONGEST_RUN]
-        self._singles.pop(keys[0], None)  # the run's question includes it
         asked, singles, verdicts = self._asked, self._singles, self._verdicts
         is_new = asked.keys().isdisjoint(keys) and singles.keys().isdisjoint(keys)
         if not is_new or min(map(verdicts.get, keys, itertools.repeat(0.0))) < -now:

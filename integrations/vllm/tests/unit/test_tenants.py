@@ -183,17 +183,6 @@ class Arrived(SimpleNamespace):
     block_hashes = (HASH,)
 
 
-def test_the_rest_of_a_prefix_is_asked_for_by_the_tenants_keys_as_long_as_the_request_is_there(tier, driver):
-    for tenant in ("blue", None):
-        request = Arrived(request_id="a", kv_transfer_params=context(tenant).kv_transfer_params)
-        tier._arrived(request)
-        tier.on_new_request(context(tenant))
-        prefix = driver._requests["a"].prompt.prefix
-        assert prefix() == [make_offload_key(HASH, 0, tenant or "")]
-        del request
-        assert prefix() == (), "no reference keeps vLLM's request"
-
-
 @pytest.mark.parametrize("tenant", ["green", "Blue", 7])
 def test_a_request_whose_tenant_may_not_be_finds_and_stores_nothing(tier, driver, tenant, caplog):
     tier.on_new_request(context(tenant))

@@ -441,47 +441,6 @@ def test_what_was_asked_ahead_is_known_at_the_first_lookup(bench):
     assert [bench.driver.lookup(key, "b") for key in KEYS[:3]] == [HIT, HIT, MISS]
 
 
-def test_a_scan_ends_behind_a_chunk_without_an_answer_and_goes_on_where_the_answer_leads(bench):
-    bench.store_rows(KEYS[:3], [0, 1, 2])
-    bench.tier.ask_again(KEYS)
-    bench.driver.expect("b", 8 * 32, lambda: KEYS)
-    bench.driver.request_started("b", None)
-    bench.store.gate.clear()
-    for _ in ("one scan", "another one in the same step"):
-        assert [bench.driver.lookup(key, "b") for key in KEYS[:2]] == [RETRY, MISS], "vLLM comes to no others"
-    bench.step()
-    bench.store.gate.set()
-    bench.until(lambda: bench.driver.lookup(KEYS[0], "b") is not RETRY)
-    assert [bench.driver.lookup(key, "b") for key in KEYS[:4]] == [HIT, HIT, HIT, MISS], "one answer for all of them"
-
-
-def test_of_a_prompt_that_the_tier_does_not_have_one_chunk_is_asked_for(monkeypatch):
-    monkeypatch.setattr(Store, "exists_per_call", 1)
-    bench = Bench()
-    asked, exists = [], bench.store.exists
-    monkeypatch.setattr(bench.store, "exists", lambda names: asked.extend(names) or exists(names))
-    bench.driver.expect("b", 8 * 32, lambda: KEYS)
-    bench.driver.request_started("b", None)
-    for key in KEYS:  # as vLLM does
-        if bench.driver.lookup(key, "b") is MISS:
-            break
-    assert bench.lookup(KEYS[0], "b") is MISS
-    assert len(asked) == 1
-    bench.driver.close(PATIENCE)
-
-
-def test_chunks_are_asked_for_together_where_vllm_comes_to_all_of_them(bench):
-    """No keys are known of ``a``; those of ``b`` do not reach the chunks; a window is looked up from its end."""
-    for request, keys in (("b", KEYS[:1]), ("c", KEYS)):
-        bench.driver.expect(request, 8 * 32, lambda keys=keys: keys)
-        bench.driver.request_started(request, None)
-    bench.store.gate.clear()
-    for request, keys in (("a", KEYS[1:4]), ("b", KEYS[1:4]), ("c", KEYS[::-1])):
-        assert {bench.driver.lookup(key, request) for key in keys} == {RETRY}, request
-    bench.driver.end_step()
-    assert bench.tier.stats()["open_probes"] == 1
-
-
 def test_who_asks_ahead_does_not_wait_for_the_engine_nor_reach_into_its_calls(bench):
     bench.store.gate.clear()
     with bench.driver._tier._in_call:

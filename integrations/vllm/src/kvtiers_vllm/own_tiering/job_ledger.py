@@ -35,8 +35,6 @@ Ends = Callable[[OffloadKey], int | None]
 class Request:
     """The state of a request: since when it waits, and which chunks are misses for it.
 
-    ``deferred_in``: the step in which the answer for a chunk was outstanding, ``ends_at`` the chunk behind that one;
-    ``keys``: those of its prefix, until the answer has come.
     ``loads``: in flight, since ``loads_since``; ``loads_waited``: seconds in which those before were; ``loads_over``:
     when it has waited enough for those in flight.
     """
@@ -44,9 +42,6 @@ class Request:
     context: RequestContext
     prompt: Prompt
     waits_since: float | None = None
-    deferred_in: int = -1
-    ends_at: OffloadKey | None = None
-    keys: Sequence[OffloadKey] = ()
     loads: int = 0
     loads_since: float = 0.0
     loads_waited: float = 0.0

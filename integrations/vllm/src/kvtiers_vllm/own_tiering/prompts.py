@@ -14,16 +14,14 @@ the time of that silence, also where ``load_wait`` was given.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_or_recompute import LATE, GpuQueue
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["PrefillRate", "Prefix", "Prompt", "Prompts"]
+__all__ = ["PrefillRate", "Prompt", "Prompts"]
 
-Prefix: TypeAlias = Callable[[], Sequence[OffloadKey]]
 _MOST_EXPECTED = 4096  # requests that arrive and are never announced: the oldest are forgotten
 _MOST_OPEN = 256
 _INTERVALS = 2
@@ -36,7 +34,6 @@ class Prompt:
     ``loaded``: since it was last begun; ``before``: those that were loaded when it was.
     ``decided_in``: which step. ``promised``: chunks that it is to load, and of which no load has begun.
     ``trial``: how many chunks are loaded only to measure the tier; ``tried``: those of them that were asked for.
-    ``prefix``: returns the keys by which vLLM looks it up, in order; None: they are not known.
     """
 
     tokens: int = 0
@@ -51,7 +48,6 @@ class Prompt:
     before: int = 0
     trial: int = 0
     tried: set[OffloadKey] = field(default_factory=set)
-    prefix: "Prefix | None" = None
 
 
 class Prompts:
@@ -73,22 +69,21 @@ class Prompts:
         self._load_wait = load_wait
         self._clock = clock
         self._gpu = GpuQueue(cost, clock)
-        self._expected: dict[str, tuple[int, Prefix | None]] = {}
+        self._expected: dict[str, int] = {}
         self._step = 0
         self._promised = 0
 
     # -- a prompt's way
 
-    def expect(self, request_id: str, tokens: int, prefix: Prefix | None = None) -> None:
-        """Record the prompt of a request that arrives: its length, and what returns its keys. Any thread."""
-        self._expected[request_id] = tokens, prefix
+    def expect(self, request_id: str, tokens: int) -> None:
+        """Record the prompt length of a request that arrives. Any thread."""
+        self._expected[request_id] = tokens
         if len(self._expected) > _MOST_EXPECTED:
             self._expected.pop(next(iter(self._expected)), None)
 
     def new(self, request_id: str) -> Prompt:
         """Return the prompt of a request, which may have been expected."""
-        tokens, prefix = self._expected.pop(request_id, (0, None))
-        return Prompt(tokens, prefix=prefix)
+        return Prompt(self._expected.pop(request_id, 0))
 
     def came(self, prompt: Prompt) -> None:
         """Record that a request has arrived, and waits for its turn."""

@@ -6,13 +6,12 @@ step: an exception is logged and counted, and the call returns a safe answer: a 
 
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 
-from kvtiers.api import ConfigError, OffloadKey
+from kvtiers.api import ConfigError
 from kvtiers.api import LookupResult as Answer
 from kvtiers.api.keys import with_tenant, without_tenant
 from kvtiers.status import troubles_from_the_start
@@ -121,24 +120,13 @@ class KvtiersTier(SecondaryTierManager):
     @never_raises(lambda: None)
     def _arrived(self, request: Any) -> None:
         """Probe for a request before vLLM looks it up; if its salt has no tag, exclude it. On any thread."""
-        tokens = int(getattr(request, "num_prompt_tokens", None) or 0)
-        self._driver.expect(request.request_id, tokens, partial(self._prefix_of, weakref.ref(request)))
+        self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
         if request.cache_salt and not _RELEASE.tags_salt:
             self._driver.leave_out(request.request_id, request)
             return
-        if keys := self._keys_of(request):
-            self._driver.ask_ahead(keys)
-
-    def _prefix_of(self, known: "weakref.ref[Any]") -> Sequence[OffloadKey]:
-        request = known()
-        return () if request is None else self._keys_of(request)
-
-    def _keys_of(self, request: Any) -> Sequence[OffloadKey]:
-        """Return the keys by which vLLM looks a request up; none of one that may use no tier."""
         tenant = self._tenant_of(request)
         for keys in prefix_keys(self._offloading, request) if tenant is not None else ():
-            return [with_tenant(key, tenant) for key in keys] if tenant else keys
-        return ()
+            self._driver.ask_ahead([with_tenant(key, tenant) for key in keys] if tenant else keys)
 
     def _tenant_of(self, named: Any) -> str | None:
         """Return the tenant of a request, by vLLM's context of it or by the request itself; None: it may use no tier.

@@ -6,18 +6,12 @@ its result in ``job_ledger.py``. The rest is decided at each lookup:
 ===============================  ==================================================================
 a lookup is                      when
 ===============================  ==================================================================
-MISS                             the chunk before it was RETRY in this step: vLLM defers the request anyway;
-                                 the tier is off, or its breaker open; the request is left out, lost
+MISS                             the tier is off, or its breaker open; the request is left out, lost
                                  this chunk before, or has waited ``lookup_wait`` for an answer, or
                                  ``load_wait`` for loads; computing its prompt is sooner
-RETRY                            the probe is in flight; vLLM then defers the request by a step
+RETRY                            the probe is in flight
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
-
-vLLM goes on with a prompt's other chunks after a RETRY, so that a tier can ask for them too. Here the whole rest of
-the prefix is asked for at once, where its keys are known (``expect``), and a MISS for the next chunk ends vLLM's scan.
-Chunk by chunk, each prompt that waits took the engine's thread 15 us a chunk in each step, and the chunks of all
-prompts were one question to one host, which answered none of them before it had asked the store for all.
 
 Runs on the engine's thread; ``ask_ahead`` (``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
 """
@@ -35,7 +29,7 @@ from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 from kvtiers_vllm.own_tiering.job_ledger import Ends, JobLedger, Request
 from kvtiers_vllm.own_tiering.locked_tier import LockedTier
-from kvtiers_vllm.own_tiering.prompts import PrefillRate, Prefix, Prompts
+from kvtiers_vllm.own_tiering.prompts import PrefillRate, Prompts
 from kvtiers_vllm.request_field import NEED_OWN_PRIMARY, RequestField
 
 __all__ = ["TierDriver"]
@@ -78,7 +72,6 @@ class TierDriver:
         self._began: float | None = None  # a step, with its first question
         self._began_idle = False
         self._ended = 0.0  # the one before
-        self._step = 0
         self._lookup_wait = lookup_wait
         self._prompts = Prompts(slot, PrefillCost(prior), tokens_per_chunk, lookup_wait, load_wait, clock)
         self._close = close
@@ -128,12 +121,9 @@ class TierDriver:
         """
         self._to_leave_out[request_id] = request
 
-    def expect(self, request_id: str, prompt_tokens: int, prefix: Prefix | None = None) -> None:
-        """Record the prompt of a request that arrives. Any thread.
-
-        ``prefix``: returns the keys by which vLLM will look it up, in order; for models whose KV is all of one kind.
-        """
-        self._prompts.expect(request_id, prompt_tokens, prefix)
+    def expect(self, request_id: str, prompt_tokens: int) -> None:
+        """Record the prompt length of a request that arrives. Any thread."""
+        self._prompts.expect(request_id, prompt_tokens)
 
     def request_finished(self, request_id: str) -> None:
         """Forget a request."""
@@ -146,10 +136,11 @@ class TierDriver:
         """Return whether the tier has this chunk."""
         self._begin()
         request = self._request(request_id)
-        ends_scan = key == request.ends_at and request.deferred_in == self._step
-        if ends_scan or key in request.lost or request.left_out or not self._slot.available():
+        if key in request.lost or request.left_out or not self._slot.available():
             return LookupResult.MISS
-        hits, unresolved = self._ask(key, request)
+        hits, unresolved = self._tier.ask(key, request.context)
+        while unresolved and self._began_idle and self._rest_for_answer([key]):
+            hits, unresolved = self._tier.ask(key, request.context)
         if hits:
             if self._prompts.loads_chunk(request.prompt, key):
                 return LookupResult.HIT
@@ -226,7 +217,6 @@ class TierDriver:
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
         self._backoff.step(idle=not computed and self.metrics.loading_chunks > 0)
         self._began, self._ended = None, self._clock()
-        self._step += 1
 
     def has_jobs(self) -> bool:
         """Return whether a job has no result yet."""
@@ -259,30 +249,6 @@ class TierDriver:
         """Record that a step begins, with the first call of it."""
         if self._began is None:
             self._began, self._began_idle = self._clock(), self._is_idle()
-
-    def _ask(self, key: OffloadKey, request: Request) -> tuple[int, bool]:
-        """Ask for a chunk; if its answer is outstanding, also for those behind it, and pause for it in an idle step."""
-        hits, unresolved = self._tier.ask(key, request.context)
-        if unresolved and request.deferred_in != self._step:  # a window's scan goes backwards, and on: once a step
-            rest = self._prefix_from(key, request)
-            request.deferred_in, request.ends_at = self._step, rest[1] if len(rest) > 1 else None
-            if len(rest) > 1:
-                self._tier.ask_ahead(rest)
-        while unresolved and self._began_idle and self._rest_for_answer([key]):
-            hits, unresolved = self._tier.ask(key, request.context)
-        if not unresolved:
-            request.deferred_in, request.ends_at, request.keys = -1, None, ()
-        return hits, unresolved
-
-    @staticmethod
-    def _prefix_from(key: OffloadKey, request: Request) -> Sequence[OffloadKey]:
-        """Return the request's keys from this one on; this one alone if they are not known."""
-        if key not in request.keys:  # also those of what was generated since
-            request.keys = () if request.prompt.prefix is None else request.prompt.prefix()
-            if key not in request.keys:
-                request.keys = ()
-                return [key]
-        return request.keys[request.keys.index(key) :]
 
     def _rest_for_answer(self, keys: Sequence[OffloadKey]) -> bool:
         """Send the probe, and pause for the answer; False if this step has paused long enough."""
