@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.encryption.keyed import NAMES, key, ring
 
-from kvtiers.api import make_offload_key
+from kvtiers.api import ConfigError, make_offload_key
 from kvtiers.api.keys import with_tenant
+from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.keyed_names import KeyedNames
 from kvtiers.encryption.keys import KeyRing
 from kvtiers.encryption.seal import decrypt_value, encrypt_value
 from kvtiers.host.messages import JobDone, Opened, Probed, Status, StoreJob
+from kvtiers.host.tenant_keys import TenantKeyReader
 from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.layout.seal import SealVerdict
 from kvtiers.layout.storage_name import parse_name
@@ -222,6 +224,37 @@ def test_a_pool_is_open_for_all_but_the_tenant_whose_key_cannot_be_had_and_for_i
     pool.probe(3, mixed, is_prefix=False)
     assert list(events.wait(Probed)[0].answers) == [True] * 4
     assert len({parse_name(name).key_id for name in store.values}) == 2
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_a_prefix_of_others_is_found_as_far_as_it_is_there_while_a_key_is_missing(kit, engine, of, held):
+    ours = engine(ring_with(missing=["blue"]))
+    keys = of("red")
+    assert put(kit, ours, keys[:held]) == [DONE] * held
+    found = ours.probe(NAMES, keys, is_prefix=True, **FOREVER)
+    assert found == [True] * held + [False] * (len(found) - held)
+    assert len(found) > held or held == len(keys)
+
+
+def test_keys_at_hand_come_before_commands_and_after_its_end_none_is_read(source, monkeypatch):
+    read = []
+
+    def refuse(config, namespace, tenant):
+        read.append(tenant)
+        if len(read) == 6:
+            reader.close()
+        raise ConfigError("no key")
+
+    monkeypatch.setattr("kvtiers.host.tenant_keys.open_keys", refuse)
+    monkeypatch.setattr("kvtiers.host.tenant_keys._MOST_THREADS", 1)
+    tenants = {name: {"key": {"command": ["false"]}} for name in "abc"} | {"here": {"key": source("here")}}
+    config = EncryptionConfig.model_validate({"key": source("all"), "tenants": tenants})
+    reader = TenantKeyReader(config, "test", ring_with(missing=tenants), "disk", (0.001, 0.001))
+    reader.read()
+    for thread in threading.enumerate():
+        if thread.name == "kvtiers-disk-keys":
+            thread.join(60)
+    assert read == ["here", "a", "b", "c", "here", "a"]
 
 
 def test_a_tenant_whose_key_does_not_come_keeps_no_other_one_waiting(kit, source, tmp_path, of, log_lines, monkeypatch):

@@ -82,6 +82,11 @@ class TenantKeys(StrictModel):
     def _is_no_key(cls, value: object) -> object:
         return refuse_key(value, _SOURCES)
 
+    @property
+    def runs_a_command(self) -> bool:
+        """Return whether a program has to be run for one of them."""
+        return any(source is not None and source.command is not None for source in (self.key, self.previous))
+
 
 class EncryptionConfig(TenantKeys):
     """The live keys of the config's namespace, and those of tenants that have keys of their own."""

@@ -125,8 +125,8 @@ class SealingKey:
 class KeyRing:
     """The live keys of one scope. ``current``: what is written has it; ``previous``: is read, too.
 
-    ``tenants``: those that have keys of their own. Until they are added (``add``, by any thread) such a tenant has
-    none: it never gets the namespace's. ``where``: of these keys in the config, for the line that refuses them.
+    ``tenants``: those that have keys of their own. Until they are added such a tenant has none: it never gets the
+    namespace's. ``where``: of these keys in the config, for the line that refuses them.
     """
 
     __slots__ = ("_tenants", "current", "has_two", "missing", "previous")
@@ -157,7 +157,10 @@ class KeyRing:
         return self._tenants.get(tenant, self)
 
     def add(self, tenant: str, ring: "KeyRing") -> str:
-        """Use these keys for a tenant from now on; return whose key it has, in words, if that is another's, too."""
+        """Use these keys for a tenant from now on; return whose key it has, in words, if that is another's, too.
+
+        One thread at a time; others may use the ring meanwhile.
+        """
         others = [(other, own) for other, own in [*self._tenants.items()] if own is not None and other != tenant]
         self.has_two = self.has_two or ring.previous is not None
         self._tenants[tenant] = ring

@@ -43,8 +43,10 @@ class TenantKeyReader:
         self._ring = ring
         self._label = label
         self._pauses = pauses
-        self._waiting = deque(config.tenants)
+        # Commands, which may take long, do not keep tenants from keys that are at hand.
+        self._waiting = deque(sorted(config.tenants, key=lambda tenant: config.of(tenant).runs_a_command))
         self._goes_on = False
+        self._lock = threading.Lock()
         self._tried = threading.Semaphore(0)
         self._closed = threading.Event()
 
@@ -80,7 +82,7 @@ class TenantKeyReader:
             self._tried.release()
         pause, longest = self._pauses
         while failed and not self._closed.wait(pause):
-            failed = [tenant for tenant in failed if not self._read(tenant)]
+            failed = [tenant for tenant in failed if self._closed.is_set() or not self._read(tenant)]
             pause = min(2 * pause, longest)
 
     def _read(self, tenant: str) -> bool:
@@ -99,7 +101,9 @@ class TenantKeyReader:
         return False
 
     def _add(self, tenant: str, ring: KeyRing) -> None:
-        if other := self._ring.add(tenant, ring):
+        with self._lock:
+            other = self._ring.add(tenant, ring)
+        if other:
             text = "%s: tenant %r and %s have the same key: with it, who can read one's values can read the other's"
             _log.warning(text, self._label, tenant, other, extra={"once": True})
         if self._goes_on:

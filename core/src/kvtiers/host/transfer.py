@@ -313,15 +313,15 @@ class ValueMover:
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
         all_names = self._all_names(names)
-        if self._keys is None or not self._keys.missing:
+        named = [True] if self._keys is None or not self._keys.missing else [all_names[0].has_name(key) for key in keys]
+        if all(named):
             return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
-        named = [all_names[0].has_name(key) for key in keys]
-        if is_prefix and not all(named):
+        if is_prefix:
             end = named.index(False)
             there = self._probe(all_names, keys[:end], give_up_at, is_prefix=True)
             return there if len(there) < end or False in there else [*there, False]
         asked = [key for key, is_named in zip(keys, named, strict=True) if is_named]
-        answers = iter(self._probe(all_names, asked, give_up_at, is_prefix=is_prefix))
+        answers = iter(self._probe(all_names, asked, give_up_at, is_prefix=False))
         return [is_named and next(answers) for is_named in named]
 
     def _probe(
