@@ -1,5 +1,7 @@
 """Quotas of tenants in a store: what is counted, what is deleted, and that a tenant never has more than its quota."""
 
+import threading
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -264,6 +266,52 @@ def test_each_tenant_is_listed_alone_where_that_is_quick_or_listing_all_takes_lo
     bench.now += 301
     assert bench.count() == 9
     assert "prod/t-" not in bench.store.listed
+
+
+def test_a_slow_listing_of_many_values_is_of_the_tenant_alone(at_once, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_OLDEST", 64)
+    bench = Bench({"*": QUOTA})
+    bench.list_slowly()
+    for number in range(2500):
+        bench.store.put(name_of("large", number), 1)
+    bench.write("large", 2500, 1)
+    bench.count()
+    assert bench.quotas._all_take == float("inf")
+
+
+def test_what_one_count_cannot_delete_is_counted_again_soon(at_once, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_OLDEST", 64)
+    bench = Bench({"blue": QUOTA})
+    for number in range(100):
+        bench.store.put(name_of("blue", number), 100)
+    bench.count()
+    assert bench.store.total("blue") == 3600
+    bench.now += 1
+    bench.count()
+    assert bench.store.total("blue") == 900
+
+
+def test_a_write_whose_account_is_closed_while_it_waits_for_the_first_count_has_no_room():
+    bench = Bench({"*": QUOTA})
+    quotas, taken = bench.quotas, []
+    waits = threading.Event()
+    wait_for = quotas._changed.wait_for
+
+    def wait(*arguments):
+        waits.set()
+        return wait_for(*arguments)
+
+    quotas._changed.wait_for = wait
+    writer = threading.Thread(target=lambda: taken.append(quotas.take("blue", 100)))
+    writer.start()
+    assert waits.wait(60)
+    with quotas._changed:  # which the writer has left by waiting
+        account = quotas._accounts["blue"]
+        assert quotas._close_one(), "as another tenant's first write does, where there are too many"
+        account.used = 0
+        quotas._changed.notify_all()
+    writer.join(60)
+    assert taken == [False]
 
 
 def test_no_write_waits_for_a_count_that_comes_too_late():

@@ -77,11 +77,13 @@ class _Count:
     in_flight: int
     is_full: bool
     total: int = 0
+    values: int = 0
     oldest: list[tuple[float, int, str]] = field(default_factory=list)
 
     def add(self, entry: tuple[float, int, str], most: int) -> None:
         """Add a value: minus its time of writing, its bytes and its name."""
         self.total += entry[1]
+        self.values += 1
         if len(self.oldest) < most:
             heapq.heappush(self.oldest, entry)
         elif entry > self.oldest[0]:
@@ -152,6 +154,8 @@ class TenantQuotas:
                 return self._quota(tenant) is None
             if account.used is None and (left := account.awaited_until - self._clock()) > 0:
                 self._changed.wait_for(lambda: account.used is not None or self._closed, left)
+                if self._accounts.get(tenant) is not account:
+                    return False  # it was closed for another tenant's
             if account.used is None or account.used + nbytes > account.quota:
                 if nbytes <= account.quota:  # else it never fits
                     account.is_short = True
@@ -258,8 +262,7 @@ class TenantQuotas:
             self._all_take = seconds
             return
         self._one_takes = seconds
-        values = len(counts[0].oldest)
-        if self._all_take == math.inf and seconds > _SLOW_SECONDS and values < seconds * _FEW_PER_SECOND:
+        if self._all_take == math.inf and seconds > _SLOW_SECONDS and counts[0].values < seconds * _FEW_PER_SECOND:
             self._all_take = seconds
 
     def _make_room(self, count: _Count, begun: float) -> None:
@@ -269,6 +272,8 @@ class TenantQuotas:
         if used > account.quota or (count.is_full and used > account.quota * _KEPT):
             excess = used - int(account.quota * _KEPT)
             error = self._delete(account, sorted(count.oldest, reverse=True), excess)
+            if count.values > len(count.oldest):  # there may be more to delete than one count keeps the names of
+                account.is_short = account.is_short or (account.used or 0) > account.quota
         self._put_off(account, begun, f"cannot delete: {error}" if error else "")
 
     def _put_off(self, account: _Account, begun: float, error: str = "") -> None:
