@@ -5,13 +5,16 @@ import pytest
 from kvtiers.testing import ChunkStoreTests, TierPluginTests
 from kvtiers_s3.store import S3Store
 
+# The server runs beside the tests: where both processors are busy, 64 requests at once take it more than 10 s.
+PATIENT = {"timeout": "60s", "connect_timeout": "60s", "deadline": "60s"}
+
 
 class TestObstoreOnCeph(ChunkStoreTests):
     store_class = S3Store
 
     @pytest.fixture
     def open_store(self, config):
-        return partial(S3Store, config(client="obstore"))
+        return partial(S3Store, config(client="obstore", **PATIENT))
 
 
 class TestBoto3OnCeph(ChunkStoreTests):
@@ -19,7 +22,7 @@ class TestBoto3OnCeph(ChunkStoreTests):
 
     @pytest.fixture
     def open_store(self, config):
-        return partial(S3Store, config(client="boto3"))
+        return partial(S3Store, config(client="boto3", **PATIENT))
 
 
 class TestObstoreAndPartsOnCeph(ChunkStoreTests):
@@ -29,7 +32,7 @@ class TestObstoreAndPartsOnCeph(ChunkStoreTests):
 
     @pytest.fixture
     def open_store(self, config):
-        return partial(S3Store, config(client="obstore", part_size="5MiB"))
+        return partial(S3Store, config(client="obstore", part_size="5MiB", **PATIENT))
 
 
 class TestObstoreOnMotoWithChecksums(ChunkStoreTests):
@@ -37,7 +40,7 @@ class TestObstoreOnMotoWithChecksums(ChunkStoreTests):
 
     @pytest.fixture
     def open_store(self, moto_config):
-        return partial(S3Store, moto_config(client="obstore", checksums="always", part_size="5MiB"))
+        return partial(S3Store, moto_config(client="obstore", checksums="always", part_size="5MiB", **PATIENT))
 
 
 class TestBoto3OnMotoWithChecksums(ChunkStoreTests):
@@ -45,7 +48,7 @@ class TestBoto3OnMotoWithChecksums(ChunkStoreTests):
 
     @pytest.fixture
     def open_store(self, moto_config):
-        return partial(S3Store, moto_config(client="boto3", checksums="always", part_size="5MiB"))
+        return partial(S3Store, moto_config(client="boto3", checksums="always", part_size="5MiB", **PATIENT))
 
 
 class TestS3Plugin(TierPluginTests):
