@@ -38,7 +38,8 @@ class KeySource(StrictModel):
         description="program, as of a KMS, and its arguments: prints the key; has the namespace in KVTIERS_NAMESPACE "
         "and the tenant in KVTIERS_TENANT",
     )
-    # Two commands have to end before the engine takes their tier host for hung, after 30 s.
+    # The namespace's two, then 5 s for those of tenants, have to end before the engine takes their tier host for hung,
+    # after 30 s.
     timeout: Duration = Field(
         default=10.0, gt=0, le=10, description="longest time that the command may take; 10s at most"
     )

@@ -313,7 +313,9 @@ class ValueMover:
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
         all_names = self._all_names(names)
-        named = [True] if self._keys is None or not self._keys.missing else [all_names[0].has_name(key) for key in keys]
+        if self._keys is None or not self._keys.missing:
+            return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
+        named = [all_names[0].has_name(key) for key in keys]
         if all(named):
             return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
         if is_prefix:
