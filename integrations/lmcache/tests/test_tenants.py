@@ -1,12 +1,12 @@
-"""Tenants in LMCache: whose a key's value is by its salt or tag, and one line for a tenant that may not be."""
+"""Tenants in LMCache: by a key's salt or tag, and one line for a tenant that the config does not allow."""
 
 import pytest
 
 from kvtiers import load_config
 from kvtiers._log_queue import flush_logs
 from kvtiers.api import ConfigError
+from kvtiers_lmcache.key_tenants import KeyTenants
 from kvtiers_lmcache.options import Options
-from kvtiers_lmcache.whose import Whose
 
 from .conftest import config_of, params_of
 from .parts import Server, keys_of
@@ -91,7 +91,7 @@ def test_options_that_cannot_be_are_one_line_at_the_start(memory, options, tenan
 
 def test_a_tenant_is_required_where_the_config_says_so():
     config = load_config(config_of() | {"tenants": {"required": True}})
-    assert Whose(Options(config=""), config).of_salts(["a", ""]) == {"a": None, "": None}
-    named = Whose(Options(config="", tenant="blue", salt_is_tenant=True), config)
+    assert KeyTenants(Options(config=""), config).of_salts(["a", ""]) == {"a": None, "": None}
+    named = KeyTenants(Options(config="", tenant="blue", salt_is_tenant=True), config)
     assert named.of_salts(["a", ""]) == {"a": "a", "": "blue"}
     assert named.of_tags([("kvtiers_tenant", 5)]) is None, "what is no text is never taken for no tenant"

@@ -15,8 +15,8 @@ from kvtiers import Client, OffloadConfig, load_config, open_client
 from kvtiers._failures import error_text
 from kvtiers.api import KvtiersError
 from kvtiers_lmcache.identity import ObjectKind, identity_of, release
+from kvtiers_lmcache.key_tenants import KeyTenants
 from kvtiers_lmcache.options import Options
-from kvtiers_lmcache.whose import Whose
 
 __all__ = ["Clients"]
 
@@ -38,13 +38,13 @@ class _Opening:
 class Clients:
     """The clients of an adapter. Any thread. ConfigError at once if the config of the tiers is wrong.
 
-    ``whose``: who the tenants of keys are, each of which uses the same clients.
+    ``tenants``: finds the tenants of keys, all of which use the same clients.
     """
 
     def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
         self._config: OffloadConfig = load_config(options.config)
-        self.whose = Whose(options, self._config)
+        self.tenants = KeyTenants(options, self._config)
         self._clock = clock
         self._lock = threading.Lock()
         self._openings: dict[ObjectKind, _Opening] = {}

@@ -28,8 +28,8 @@ from kvtiers import load_config, open_client
 from kvtiers._failures import log_with_backoff
 from kvtiers.api import ConfigError
 from kvtiers_lmcache.identity import ObjectKind, identity_of, kind_of, release
+from kvtiers_lmcache.key_tenants import KeyTenants
 from kvtiers_lmcache.options import Options, options_of
-from kvtiers_lmcache.whose import Whose
 
 __all__ = ["KvtiersConnectorAdapter"]
 
@@ -76,7 +76,7 @@ class KvtiersConnector(RemoteConnector):
         self.failed_calls = 0
         self._stored: dict[str, None] = {}
         tiers = load_config(options.config)
-        self._whose = Whose(options, tiers)
+        self._tenants = KeyTenants(options, tiers)
         self._client = open_client(
             tiers,
             identity_of(self._kind, options),
@@ -125,7 +125,7 @@ class KvtiersConnector(RemoteConnector):
     def _by_tenant(self, keys: Sequence[Any]) -> Iterator[tuple[str | None, slice]]:
         """Yield the runs of keys of one tenant, nearly always one; None: of one that may not be."""
         start = 0
-        for tenant, run in itertools.groupby(keys, lambda key: self._whose.of_tags(key.tags)):
+        for tenant, run in itertools.groupby(keys, lambda key: self._tenants.of_tags(key.tags)):
             end = start + len([*run])
             yield tenant, slice(start, end)
             start = end
@@ -245,7 +245,7 @@ class KvtiersConnector(RemoteConnector):
     def remove_sync(self, key: Any) -> bool:
         """Remove a chunk from all tiers that take stores; True if none has it now."""
         self._stored.pop(key.to_string(), None)
-        tenant, seconds = self._whose.of_tags(key.tags), self._options.store_deadline
+        tenant, seconds = self._tenants.of_tags(key.tags), self._options.store_deadline
         if tenant is None:
             return False
         gone = self._guarded(

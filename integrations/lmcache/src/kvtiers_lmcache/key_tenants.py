@@ -8,7 +8,7 @@ multi-process server (``ObjectKey``)   of its salt: all of it (``salt_is_tenant`
 inside an engine (``CacheEngineKey``)  of its tag ``kvtiers_tenant``, which a request sets
 =====================================  ==========================================================================
 
-A key whose tenant may not be by the config is neither stored nor found, and a line says why.
+A key whose tenant the config does not allow is neither stored nor found, and one log line says why.
 """
 
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ from kvtiers.api import ConfigError
 from kvtiers.types import TENANT_FIELD
 from kvtiers_lmcache.options import Options
 
-__all__ = ["Whose"]
+__all__ = ["KeyTenants"]
 
 
-class Whose:
-    """Who the tenants of keys are. Any thread. ConfigError, in one line, if the options cannot be."""
+class KeyTenants:
+    """Finds the tenants of keys. Any thread. ConfigError, in one line, if the options and the config disagree."""
 
     def __init__(self, options: Options, config: OffloadConfig) -> None:
         self._rule = config.tenant_rule()

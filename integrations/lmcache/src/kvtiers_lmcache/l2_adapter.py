@@ -222,7 +222,7 @@ class KvtiersL2Adapter(L2AdapterInterface):
         self, keys: Sequence[Any], kinds: Sequence[ObjectKind | None]
     ) -> list[tuple[ObjectKind, str, list[int]]]:
         """Return the places of each kind and tenant; those without a kind, or whose tenant may not be, are left out."""
-        tenants = self._clients.whose.of_salts(key.cache_salt for key in keys)
+        tenants = self._clients.tenants.of_salts(key.cache_salt for key in keys)
         places: dict[tuple[ObjectKind, str], list[int]] = {}
         for place, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
             if kind is not None and (tenant := tenants[key.cache_salt]) is not None:
