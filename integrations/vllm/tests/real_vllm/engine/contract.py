@@ -35,6 +35,8 @@ from kvtiers_vllm.releases import release_of
 
 ROW, ROWS = 8192, 16
 PATIENCE = 30.0
+WAITS = {"lookup_wait": "30s", "load_wait": "60s"}
+"""Longer than the defaults, by which a chunk that a busy machine brings too late is a miss."""
 
 
 def make(kind: Any, **arguments: Any) -> Any:
@@ -43,7 +45,7 @@ def make(kind: Any, **arguments: Any) -> Any:
 
 
 def config_of(folder: str) -> Any:
-    extra = {"kvtiers": {"weights": "v1"}}
+    extra = {"kvtiers": {"weights": "v1"} | WAITS}
     return make(
         OffloadingConfig,
         groups=(make(OffloadingGroupConfig, tokens_per_block=16, layer_names=("layer",), group_id=0),),
