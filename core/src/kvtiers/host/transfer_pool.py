@@ -34,8 +34,9 @@ from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobSta
 from kvtiers.host.prober import Prober
 from kvtiers.host.quotas import TenantQuotas
 from kvtiers.host.tenant_keys import TenantKeyReader
-from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
+from kvtiers.host.transfer import MoverOptions, ValueMover, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
+from kvtiers.host.value_run import Moved, ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import (
     KEY_FIELD,
