@@ -115,14 +115,13 @@ class _Turn(threading.local):
 
 
 class ValueMover:
-    """The calls of one store, made safe. Used by several threads at once.
+    """Moves values between rows and one store. Used by several threads at once.
 
-    ``epoch``: the namespace's, in this store. ``label``: the tier's name in log lines, which say once for each method
-    of the store that it does not keep the contract. ``claimed``: rows from its first one on are claims. ``keys``:
-    values are encrypted into bounce buffers, from where they are written, and decrypted there; their names are keyed.
-    A tenant whose own keys are not in it is without this store: its values are not there, and are not written.
-    ``namespace``: of the names, and ``lists``: the store that lists them, where ``store`` only stands before it; for
-    quotas.
+    ``epoch``: the namespace's, in this store. ``label``: the tier's name in log lines. ``claimed``: views of values in
+    a client's caller's memory; row numbers from its table's first one on are theirs. ``keys``: values are encrypted
+    into bounce buffers, from which they are written, and decrypted there; their names are keyed. A tenant whose own
+    keys are missing is without this store: its values are absent, and are not written. For quotas: ``namespace``, that
+    of the names, and ``lists``, the store that lists them, where ``store`` is a wrapper of it.
     """
 
     def __init__(
@@ -361,6 +360,7 @@ class ValueMover:
     def _move_begun(
         self, moved: Moved, run: ValueRun, values: Sequence[_Value], views: ValueViews, *, is_load: bool
     ) -> bool:
+        """Move one batch whose views have begun, by one call of the store; False ends the run."""
         if is_load and self._calls.in_pieces(values[0].nbytes):
             return self._load_in_pieces(moved, run, values[0], views)
         places, names, rows, payloads, sizes, keys = zip(*values, strict=True)
@@ -436,7 +436,7 @@ class ValueMover:
         return statuses
 
     def _taken_back(self, moved: Moved, loans: Sequence[Loan], method: str) -> bool:
-        """End the loans of a call; False, and the values have failed, if the store has kept a buffer."""
+        """End the loans of a call; False if the store has kept a buffer: its values have failed."""
         kept = [loan for loan in loans if not loan.take_back()]
         if kept:
             moved.kept += kept
@@ -508,10 +508,12 @@ class ValueMover:
         return answers
 
     def _missing(self, name: str) -> Status:
+        """Return the status of a value that is not there, which is no longer known as present."""
         self._known.forget([name])
         return Status.MISSING
 
     def _worked(self, nbytes: int) -> None:
+        """Count bytes that this thread has hashed or moved; yield the processor after so many."""
         turn = self._turn
         turn.nbytes += nbytes
         if turn.nbytes >= _TURN_BYTES:
@@ -529,6 +531,7 @@ class ValueMover:
         key: SealingKey | None,
         hashed: bytes | None = None,
     ) -> Status:
+        """Check a value that was read; copy a good one into its row, if it was read beside it."""
         layout_id = run.names.layout_id
         if key is not None:
             verdict = decrypt_value(value, payload, name, layout_id, key)
@@ -541,6 +544,7 @@ class ValueMover:
         return status
 
     def _judged(self, verdict: SealVerdict, name: str) -> Status:
+        """Return the status of a value with this verdict. One that is damaged is deleted."""
         if verdict is SealVerdict.OK:
             return Status.DONE
         if verdict is SealVerdict.CORRUPT and not self._options.read_only:
