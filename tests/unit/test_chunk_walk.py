@@ -32,8 +32,12 @@ SECONDS = 60.0
 # What "value types, figures and what each step does anyway" are, and what the test itself brings.
 NOT_COUNTED = {
     "gpu/host_copy.py": "the copier of host memory; a GPU's is counted",
+    "host/layout_record.py": "the fingerprint record, written once, beside the first value",
     "host/messages.py": "value types",
+    "host/presence.py": "asks what is there already where one question has many names; S3's has one",
     "host/prober.py": "a thread of its own: lookups",
+    "host/store_opening.py": "at the start and the end of a pool",
+    "host/value_run.py": "value types",
     "layout/fingerprint_record.py": "written once, beside the first value",
     "primary/eviction/base.py": "a policy's hooks that do nothing",
     "scheduler/loads.py": "of each step: loads that ended",

@@ -21,10 +21,10 @@ from kvtiers.control import (
     CONTROL_FORMAT,
     CommandRefused,
     ControlSocket,
-    EngineActions,
     Request,
     send_command,
 )
+from kvtiers.control_actions import EngineActions
 
 from .tiering.harness import Bench, chain
 

@@ -1,18 +1,16 @@
 """The composition root: builds the stack from a config, and shuts it down in the right order.
 
-Start: the region, then the tiers, all at once and each on a thread of its own,
-without waiting for ranks or stores. Shutdown: the tiers are drained and closed, then the region, since a tier may write
-into it until it is closed.
+Start: the region, then the tiers, all at once and each on a thread of its own, without waiting for ranks or stores.
+Shutdown (``engine_lifecycle.py``): the tiers are drained and closed, then the region, since a tier may write into it
+until it is closed.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
 import sys
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,25 +18,21 @@ from typing import Any
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import StartError, TierConfig
-from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig, load_config
+from kvtiers.engine_lifecycle import EngineLifecycle
 from kvtiers.gpu.settings import CopySettings
 from kvtiers.gpu.worker import GpuWorker
 from kvtiers.kv_events.naming import OWN_NAMES, EventNaming, event_groups
 from kvtiers.kv_events.open import event_publisher
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
-from kvtiers.layout.storage_name import StorageNames
 from kvtiers.live_config import LiveEngine
-from kvtiers.model_identity import described, is_shared, with_model, with_weights
+from kvtiers.model_identity import with_model
 from kvtiers.primary.eviction import BUILT_IN
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.early_memory import EarlyMemory
-from kvtiers.region.ranks import PrefaultEnded, RankJoined, RankLost
 from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
-from kvtiers.start_line import StartFacts, StartLine
-from kvtiers.tier_set import TierRows, TierSet
 from kvtiers.tiering.engine_side import EventSide
 from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
@@ -117,7 +111,8 @@ def open_manager(
         undo.callback(_release_region, region)
         primary = _primary(config, region, record_events=record_events or bool(engine.listener or config.events))
         undo.callback(primary.close)  # it holds the rows' memory
-        side = _Engine(config, layout, region, primary, logs, engine.release)
+        release_region = partial(_release_region, region, logs)
+        side = EngineLifecycle(config, layout, region, primary, engine.release, release_region)
         undo.callback(side.close_region)
         undo.callback(side.close_tiers, 0.0)
         side.write_start_line(engine.way_in)
@@ -250,9 +245,11 @@ def _primary(config: OffloadConfig, region: OffloadRegion, *, record_events: boo
     )
 
 
-def _release_region(region: OffloadRegion) -> None:
+def _release_region(region: OffloadRegion, logs: QueuedLogs | None = None) -> None:
     region.close()
     _anonymous_regions.pop(region.engine_id, None)
+    if logs is not None:
+        logs.close()
 
 
 def _recorder(config: OffloadConfig, layout: CacheLayout, undo: contextlib.ExitStack) -> Recorder | None:
@@ -330,129 +327,3 @@ def _tiering_options(config: OffloadConfig, prior: float = 0.0, estimate: float 
         one_tier=config.budgets.one_tier,
         clean_reserve=config.clean_reserve,
     )
-
-
-class _Engine:
-    """The manager's ``EngineSide``: the region's events, the tiers' lifecycle, and new names when weights change."""
-
-    def __init__(
-        self,
-        config: OffloadConfig,
-        layout: CacheLayout,
-        region: OffloadRegion,
-        primary: CPUPrimaryTier,
-        logs: QueuedLogs,
-        release: str,
-    ) -> None:
-        self._logs = logs
-        self._namespace = config.namespace
-        self._layout = with_weights(layout)
-        self._region = region
-        self._primary = primary
-        self._start_wait = config.start_wait
-        self._pins_ahead = config.primary.prefault == "ahead"
-        self._waits_for_all = config.primary.prefault == "all"
-        self._ready = region.all_ready
-        self._has_shrunk = False
-        self._follow_from = region.follow(0)
-        self._opened = region.num_rows
-        self._lost_ranks: set[int] = set()
-        self._absent_ranks: set[int] = set()
-        self._names = StorageNames.of_layout(self._namespace, self._layout)
-        self._start_line: StartLine | None = None
-        self._kinds = {tier.tier_name: tier.type for tier in config.secondary}
-        sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
-        self.tiers = TierSet(
-            config.secondary,
-            TierRows(region.view, region.row_stride, sizes, region.fd, region.map_bytes, config.primary.core_dumps),
-            self._namespace,
-            self._names,
-            described(self._names, self._layout, release),
-            encryption=config.encryption,
-        )
-        self.slots = self.tiers.slots
-
-    def write_start_line(self, way_in: str) -> None:
-        """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
-        region = self._region
-        facts = StartFacts(
-            way_in,
-            f"{format_size(region.num_rows * region.row_stride)} in {region.num_rows} rows",
-            self._namespace,
-            self._names.fingerprint,
-            shared=is_shared(self._layout.model),
-        )
-        tiers = {name: (self._kinds[name], tier) for name, tier in self.tiers.tiers.items()}
-        with contextlib.suppress(RuntimeError):  # no thread can be had: the line is for people, the engine starts
-            self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
-
-    def ready(self) -> bool:
-        """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned.
-
-        A region whose memory is not all there is not ready. The engine goes on with the rows that have theirs.
-        """
-        if (pinned := self._region.pinned_rows) != self._opened:
-            self._opened = pinned
-            self._primary.open_rows(pinned)
-        if self._primary.rows_wanted >= self._follow_from:
-            self._follow_from = self._region.follow(self._primary.rows_wanted)
-        if not self._region.has_events() and (self._ready or not self._waits_for_all):
-            return self._ready
-        for event in self._region.poll():
-            if isinstance(event, RankLost):
-                self._lost_ranks.add(event.rank)
-                self._absent_ranks.add(event.rank)
-            elif isinstance(event, RankJoined):
-                self._absent_ranks.discard(event.rank)
-            elif isinstance(event, PrefaultEnded) and event.error:
-                self._primary.retire_rows(event.rows)
-                self._has_shrunk = True
-        self._ready = self._region.all_ready or (self._has_shrunk and self._region.all_joined)
-        return self._ready
-
-    def take_lost_ranks(self) -> Collection[int]:
-        """Return the ranks that were lost since the last call, or before and are not back."""
-        if not self._lost_ranks and not self._absent_ranks:
-            return ()
-        lost, self._lost_ranks = self._lost_ranks | self._absent_ranks, set()
-        return lost
-
-    def dma_may_run(self) -> bool:
-        """Return whether a lost rank's copies may still run."""
-        return bool(self._region.lost_ranks)
-
-    def wait_ready(self, timeout: float) -> None:
-        """Wait for the ranks, then ``start_wait`` for what makes first requests fast, then for the required tiers."""
-        until = time.monotonic() + timeout
-        self._region.wait_ready(timeout)
-        soon = min(time.monotonic() + self._start_wait, until)
-        if self._pins_ahead:
-            self._region.wait_window(max(0.0, soon - time.monotonic()))
-        self.tiers.wait_open(soon, until)
-
-    def new_weights(self, version: str) -> None:
-        """Give all later keys and values another fingerprint."""
-        self._layout = dataclasses.replace(self._layout, model=dataclasses.replace(self._layout.model, weights=version))
-        self._names = StorageNames.of_layout(self._namespace, self._layout)
-        self.tiers.set_names(self._names)
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint as it stands in the names of values that are stored from now on."""
-        return self._names.fingerprint
-
-    def tier_stats(self, name: str) -> dict[str, float]:
-        """Return a tier's own figures."""
-        tier = self.tiers.tiers.get(name)
-        return {} if tier is None else tier.stats()  # one that was detached meanwhile has none
-
-    def close_tiers(self, timeout: float) -> None:
-        """Drain all tiers at the same time, each of which logs what it had to drop, and close them."""
-        if self._start_line is not None:
-            self._start_line.close()
-        self.tiers.close(timeout)
-
-    def close_region(self) -> None:
-        """Release the region."""
-        self.tiers.release_rows()
-        _release_region(self._region)
-        self._logs.close()

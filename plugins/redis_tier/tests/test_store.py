@@ -15,7 +15,8 @@ import pytest
 
 from kvtiers.api import StoreFull, make_offload_key
 from kvtiers.host.messages import Status
-from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.host.transfer import MoverOptions, ValueMover
+from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers_redis.config import RedisConfig

@@ -17,7 +17,8 @@ from kvtiers import ModelIdentity, open_client
 from kvtiers.api.keys import with_tenant
 from kvtiers.cli.main import cli
 from kvtiers.cli.warm import _batches, _listed, _of_fingerprint
-from kvtiers.control import CommandRefused, ControlSocket, EngineActions
+from kvtiers.control import CommandRefused, ControlSocket
+from kvtiers.control_actions import EngineActions
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.status import Troubles, answer_status
 from kvtiers_replay.trace import read_trace

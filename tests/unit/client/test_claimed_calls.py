@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from kvtiers.client.client import Client
+from kvtiers.client.pieces import Pieces
 from kvtiers.client.requests import Put, Task, Transfer
 from kvtiers.client.rows import BounceRows
+from kvtiers.client.state import ClientState
 from kvtiers.layout.tenants import Tenants
 from kvtiers.region.claims import ClaimState
 
@@ -53,6 +55,11 @@ def client(driver, rows):
     return Client(driver, rows, {LENGTH: 0}, LENGTH, PATIENCE, dict, lambda timeout: None, Tenants(""))
 
 
+@pytest.fixture
+def pieces(driver, rows):
+    return Pieces(driver, rows, ClientState())
+
+
 @pytest.mark.parametrize("calls", [1, 2])
 def test_an_interrupt_while_a_call_is_begun_leaves_no_claim_open(client, driver, rows, calls):
     def interrupt():
@@ -85,22 +92,22 @@ def test_an_interrupt_while_a_call_ends_leaves_no_claim_open(client, driver, row
 
 
 @pytest.mark.parametrize("state", ClaimState)
-def test_a_call_does_not_wait_for_a_claim_that_no_job_uses(client, rows, driver, state):
+def test_a_call_does_not_wait_for_a_claim_that_no_job_uses(pieces, rows, state):
     """Its host has left a lock behind."""
     table = SimpleNamespace(revoke=lambda row: None if row == 4 else ClaimState.OPEN, state=lambda row: state)
     request = Put([], rows.claims.take(2, 0.0), 0.0)
     ended = []
-    thread = threading.Thread(target=lambda: ended.append(client._ended(request, table, [4, 5])), daemon=True)
+    thread = threading.Thread(target=lambda: ended.append(pieces._ended(request, table, [4, 5])), daemon=True)
     thread.start()
     thread.join(5.0)
     assert ended == [{4: state, 5: ClaimState.OPEN}]
 
 
-def test_a_call_waits_for_a_claim_that_a_job_uses_and_has_it_ended(client, rows, driver):
+def test_a_call_waits_for_a_claim_that_a_job_uses_and_has_it_ended(pieces, rows, driver):
     answers = iter([None] * 200 + [ClaimState.OPEN])
     table = SimpleNamespace(revoke=lambda row: next(answers))
     request = Put([], rows.claims.take(1, 0.0), 0.0)
     request.job_began()
-    assert client._ended(request, table, [4]) == {4: ClaimState.OPEN}
+    assert pieces._ended(request, table, [4]) == {4: ClaimState.OPEN}
     assert len(driver.tasks) == 2, "to drop what has not begun, and to end what is in use"
     assert all(task.until == float("inf") for task in driver.tasks), "neither may be too late"

@@ -11,7 +11,8 @@ from tests.stores import DictStore
 from kvtiers.api import make_offload_key
 from kvtiers.host.bounce_buffers import BounceBufferViews, value_views
 from kvtiers.host.messages import Status
-from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.host.transfer import MoverOptions, ValueMover
+from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.memfd import HUGE_PAGE_BYTES

@@ -15,8 +15,9 @@ from kvtiers.api import make_offload_key
 from kvtiers.host import claimed_views, transfer
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import JobDone, Status, StoreJob
-from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.claims import RECORD_BYTES, ClaimState, ClaimTable

@@ -14,8 +14,9 @@ from tests.stores import DictStore
 from kvtiers.api import ConfigError, StoreContractError, make_offload_key
 from kvtiers.host.compressed_store import CompressedStore, compressed_store
 from kvtiers.host.messages import Opened, Status
-from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.compressed_value import ValueCompressor, is_compressed
 from kvtiers.layout.storage_name import StorageNames

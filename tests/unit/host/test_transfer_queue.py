@@ -2,8 +2,8 @@ import threading
 
 from kvtiers.api import make_offload_key
 from kvtiers.host.messages import StoreJob
-from kvtiers.host.transfer import Moved
 from kvtiers.host.transfer_queue import PoolJob, TransferQueue
+from kvtiers.host.value_run import Moved
 from kvtiers.layout.storage_name import StorageNames
 
 NAMES = StorageNames("test/model-0123456789abcdef01234567/", bytes(8))

@@ -13,8 +13,9 @@ from tests.unit.secondary.async_tier import AsyncTier
 from kvtiers.api import ChunkStore, StoreFull, TierConfig, make_offload_key
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.host.messages import Status
-from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.managed.sealed_tier import SealedTier

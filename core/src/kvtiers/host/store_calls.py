@@ -9,9 +9,11 @@ requests that wait for them, stores have none. So loads and probes take the next
 a store waits until the bucket is out of debt. A call that moves no value, as a probe, waits for the rate of calls
 alone: behind the bytes of loads, one request's loads would hold up the answer to another one.
 
-The names that a store holds are remembered, so that N replicas do not write the same system prompt N times.
+The names that a store holds are remembered, so that N replicas do not write the same system prompt N times. What its
+plugin does wrong is logged, once for each method.
 """
 
+import logging
 import random
 import threading
 import time
@@ -36,8 +38,9 @@ from kvtiers.api.answers import found, found_each, kept_each
 from kvtiers.host.messages import Status, drop_oldest
 from kvtiers.layout.seal import PayloadHash
 
-__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls"]
+__all__ = ["Attempts", "FaultLog", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls"]
 
+_log = logging.getLogger("kvtiers.secondary")
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
 # more than 100 kB would be: the next copy would have to wait for the GIL.
 _STEP_BYTES = 64 << 10
@@ -319,3 +322,30 @@ class KnownNames:
         with self._lock:
             for name in names:
                 self._until.pop(hash(name), None)
+
+
+class FaultLog:
+    """Log lines about one store, each of them once: that it has no room, and how its plugin breaks the contract.
+
+    ``label``: the tier's name in them.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._logged_methods: set[str] = set()
+        self._was_full = False
+
+    def log(self, error: StoreContractError) -> None:
+        """Log a breach of the contract, once for each method of the store."""
+        if error.method not in self._logged_methods:
+            self._logged_methods.add(error.method)
+            # Its text: a handler that keeps the record would keep the error's traceback, and so the store's views.
+            _log.error("%s: a bug of the tier's plugin: %s", self._label, str(error), extra={"once": True})
+
+    def log_full(self, nbytes: int, reason: str) -> None:
+        """Log that the store has no room for a value of this length: for now, or at all. ``reason``: what it says."""
+        if not self._was_full:
+            self._was_full = True
+            why = reason or "write_many returned False for it"
+            text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
+            _log.warning(text, self._label, nbytes, why, extra={"once": True})

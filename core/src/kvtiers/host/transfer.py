@@ -1,11 +1,10 @@
-"""The transfer of values between rows and a store: seals, checks, retries, and ends the loan of each view.
+"""The transfer of values between rows and a store: sealed before a write, checked after a read, by borrowed views.
 
-Runs on the pool's threads, in the tier's host or in the engine's process. All that a store can do wrong ends here as a
-status: an exception, a value of other bytes, a buffer that was kept.
+Runs on the pool's threads, in the tier's host or in the engine's process. Whatever a store does wrong becomes the
+status of a value here: an exception, other bytes than were stored, a buffer that was kept.
 """
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,23 +23,23 @@ from kvtiers.api import (
     group_of,
     tenant_of,
 )
-from kvtiers.api.answers import present_each
 from kvtiers.encryption.keyed_names import KeyedNames
 from kvtiers.encryption.keys import KeyRing, SealingKey
 from kvtiers.encryption.seal import decrypt_value, encrypt_value
 from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import Status
+from kvtiers.host.presence import Presence
 from kvtiers.host.quotas import TenantQuotas
-from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls
+from kvtiers.host.store_calls import Attempts, FaultLog, KnownNames, RateLimiter, StoreCalls
+from kvtiers.host.value_run import Moved, ValueRun
 from kvtiers.layout.borrowed_views import Loan, ValueViews
 from kvtiers.layout.seal import SealVerdict, check_parts, check_value, seal_parts, seal_value
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.claims import ClaimRevoked
 
-__all__ = ["Moved", "MoverOptions", "ValueMover", "ValueRun", "mover_options"]
+__all__ = ["MoverOptions", "ValueMover", "mover_options"]
 
-_log = logging.getLogger("kvtiers.secondary")
 _KEPT = (
     "kept the buffer that it was given, or something made of it (a slice, an array, an exception whose traceback has "
     "it), after its return; the row behind it is soon another value's. Copy what is kept: bytes(...)"
@@ -62,10 +61,10 @@ def _go_on() -> None:
 
 @dataclass(frozen=True, slots=True)
 class MoverOptions:
-    """``sizes[g]``: (payload bytes, value bytes) of KV group g.
+    """How the values of a store are moved. ``sizes[g]``: (payload bytes, value bytes) of KV group g.
 
-    ``give_way``: called by each thread after so many bytes. It yields the processor to a waiting thread, which would
-    else wait for the kernel's next clock tick: 4 ms at 250 ticks a second, ten times what a value takes.
+    ``give_way``: called by each thread after so many bytes, to yield the processor to a thread that waits. Without that
+    it would wait for the kernel's next clock tick: 4 ms at 250 ticks a second, ten times what a value takes.
     """
 
     sizes: Sequence[tuple[int, int]]
@@ -98,42 +97,6 @@ def _in_clear(_key: OffloadKey) -> None:
     """Return what encrypts a value with this key: nothing."""
 
 
-def land_now(copy: Callable[[], bool]) -> bool:
-    """Copy a value into its row, without a fence; False: the row is not the job's any more."""
-    return copy()
-
-
-@dataclass(frozen=True, slots=True)
-class ValueRun:
-    """Values to move: ``keys[i]`` lies in ``rows[i]``. No call begins after ``give_up_at`` or a False of ``wanted``."""
-
-    names: StorageNames
-    keys: Sequence[OffloadKey]
-    rows: Sequence[int]
-    give_up_at: float
-    wanted: Callable[[], bool] = lambda: True
-    land: Callable[[Callable[[], bool]], bool] = land_now
-    """Copies a value from its bounce buffer into its row, unless the rows have been detached (its ``RowFence``)."""
-    overwrites: bytes = b""
-    """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
-
-
-@dataclass(slots=True)
-class Moved:
-    """The outcome of a run of values: a Status each, bytes moved, and the loans of which the store kept a buffer."""
-
-    statuses: bytearray
-    nbytes: int = 0
-    retries: int = 0
-    error: str = ""
-    kept: list[Loan] = field(default_factory=list)
-
-    @classmethod
-    def nothing(cls, count: int, error: str = "") -> "Moved":
-        """Return the outcome of ``count`` values of which none was moved."""
-        return cls(bytearray([Status.FAILED]) * count, error=error)
-
-
 class _Value(NamedTuple):
     """One value of a run: its place in it, its name, where it lies, its lengths, and what encrypts it, if any does."""
 
@@ -152,14 +115,13 @@ class _Turn(threading.local):
 
 
 class ValueMover:
-    """The calls of one store, made safe. Used by several threads at once.
+    """Moves values between rows and one store. Used by several threads at once.
 
-    ``epoch``: the namespace's, in this store. ``label``: the tier's name in log lines, which say once for each method
-    of the store that it does not keep the contract. ``claimed``: rows from its first one on are claims. ``keys``:
-    values are encrypted into bounce buffers, from where they are written, and decrypted there; their names are keyed.
-    A tenant whose own keys are not in it is without this store: its values are not there, and are not written.
-    ``namespace``: of the names, and ``lists``: the store that lists them, where ``store`` only stands before it; for
-    quotas.
+    ``epoch``: the namespace's, in this store. ``label``: the tier's name in log lines. ``claimed``: views of values in
+    a client's caller's memory; row numbers from its table's first one on are theirs. ``keys``: values are encrypted
+    into bounce buffers, from which they are written, and decrypted there; their names are keyed. A tenant whose own
+    keys are missing is without this store: its values are absent, and are not written. For quotas: ``namespace``, that
+    of the names, and ``lists``, the store that lists them, where ``store`` is a wrapper of it.
     """
 
     def __init__(
@@ -178,9 +140,7 @@ class ValueMover:
         self._store = store
         self._claimed = claimed
         self._keys = keys
-        self._label = label or type(store).__name__
-        self._logged_methods: set[str] = set()
-        self._was_full = False
+        label = label or type(store).__name__
         self._epoch = epoch
         self._views = views
         self._options = options
@@ -188,12 +148,13 @@ class ValueMover:
         self._limiter = RateLimiter(options.rate_limit, stop)
         self._attempts = Attempts(store.transient_errors, options.retries, self._limiter, stop)
         self._known = KnownNames(options.exists_ttl)
-        self._names_per_call = max(1, int(store.exists_per_call))
+        self._faults = FaultLog(label)
+        self._presence = Presence(store, self._attempts, self._known, self._faults, keys)
         self._calls = StoreCalls(store)
         self.quotas: TenantQuotas | None = None
         """Where tenants have some: for a thread of its own."""
         if options.quotas:
-            self.quotas = TenantQuotas(lists or store, options.quotas, namespace, self._known.forget, self._label)
+            self.quotas = TenantQuotas(lists or store, options.quotas, namespace, self._known.forget, label)
         largest = max(value for _, value in options.sizes)
         # An epoch is one store's own and enters the seal: in the row it would collide with the seal that another tier's
         # host is writing, and one of the two would store the other's.
@@ -210,17 +171,23 @@ class ValueMover:
 
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
-        return self._with_keys(run, Status.MISSING, self._load)
+        return self._move_named(run, Status.MISSING, self._load)
 
     def store(self, run: ValueRun) -> Moved:
         """Seal the rows and write those values that the store does not have yet."""
-        return self._with_keys(run, Status.REFUSED, self._store_values)
+        return self._move_named(run, Status.REFUSED, self._store_values)
 
     def delete(self, run: ValueRun) -> Moved:
         """Remove the values of these keys; DONE also where there was none."""
-        return self._with_keys(run, Status.REFUSED, self._delete_values)
+        return self._move_named(run, Status.REFUSED, self._delete_values)
 
-    def _with_keys(self, run: ValueRun, without: Status, move: Callable[[ValueRun], Moved]) -> Moved:
+    def probe(
+        self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
+    ) -> list[bool]:
+        """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
+        return self._presence.probe(self._all_names(names), keys, give_up_at, is_prefix=is_prefix)
+
+    def _move_named(self, run: ValueRun, without: Status, move: Callable[[ValueRun], Moved]) -> Moved:
         """Move the values that have a name; those of tenants whose keys cannot be had get the status ``without``."""
         if self._keys is None or not self._keys.missing:
             return move(run)
@@ -228,13 +195,7 @@ class ValueMover:
         places = [place for place, key in enumerate(run.keys) if names.has_name(key)]
         if len(places) == len(run.keys):
             return move(run)
-        rows = [run.rows[place] for place in places] if run.rows else []  # a removal has none
-        overwrites = bytes(run.overwrites[place] for place in places) if run.overwrites else b""
-        moved = move(replace(run, keys=[run.keys[place] for place in places], rows=rows, overwrites=overwrites))
-        statuses = bytearray([without]) * len(run.keys)
-        for place, status in zip(places, moved.statuses, strict=True):
-            statuses[place] = status
-        moved.statuses = statuses
+        moved = move(run.only(places)).widened(places, len(run.keys), without)
         moved.error = moved.error or ("" if without is Status.MISSING else _NO_KEY)
         return moved
 
@@ -308,103 +269,22 @@ class ValueMover:
             moved.statuses[start : start + len(part)] = bytes([Status.DONE]) * len(part)
         return moved
 
-    def probe(
-        self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
-    ) -> list[bool]:
-        """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
-        all_names = self._all_names(names)
-        if self._keys is None or not self._keys.missing:
-            return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
-        named = [all_names[0].has_name(key) for key in keys]
-        if all(named):
-            return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
-        if is_prefix:
-            end = named.index(False)
-            there = self._probe(all_names, keys[:end], give_up_at, is_prefix=True)
-            return there if len(there) < end or False in there else [*there, False]
-        asked = [key for key, is_named in zip(keys, named, strict=True) if is_named]
-        answers = iter(self._probe(all_names, asked, give_up_at, is_prefix=False))
-        return [is_named and next(answers) for is_named in named]
-
-    def _probe(
-        self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float, *, is_prefix: bool
-    ) -> list[bool]:
-        per_call = self._names_per_call
-        if is_prefix and per_call == 1:
-            return self._bisect(all_names, keys, give_up_at)
-        answers: list[bool] = []
-        for start in range(0, len(keys), per_call):
-            answers += self._exist(all_names, keys[start : start + per_call], give_up_at)
-            if is_prefix and not answers[-1]:
-                break
-        return answers
-
-    # -- what is there
-
-    def _bisect(self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float) -> list[bool]:
-        """Find the end of a prefix: in two questions if all of it is there, in one if nothing is, else in 2 + log2(n).
-
-        What lies below a hit counts as present, unasked.
-        """
-
-        def is_there(index: int) -> bool:
-            return self._exist(all_names, keys[index : index + 1], give_up_at)[0]
-
-        if not keys or not is_there(0):
-            return [False] * min(1, len(keys))
-        present, absent = 1, len(keys) + 1  # counts that are known to be present, and known not to be
-        middle = len(keys)  # of known prompts all is there, and a burst of them asks a lot
-        while absent - present > 1:
-            if is_there(middle - 1):
-                present = middle
-            else:
-                absent = middle
-            middle = (present + absent) // 2
-        if len(all_names) == 1:  # else it is not known under which key
-            self._known.learn(all_names[0].names(keys[:present]))
-        return [True] * present + [False] * (present < len(keys))
-
-    def _exist(self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float) -> list[bool]:
-        """Ask for values by their names under each live key: by an older one where there is none by a newer one."""
-        there = self._exists(all_names[0].names(keys), give_up_at)
-        for older in all_names[1:]:
-            absent = [index for index, answer in enumerate(there) if not answer and older.has_name(keys[index])]
-            if not absent:
-                break
-            answers = self._exists(older.names([keys[index] for index in absent]), give_up_at)
-            for index, answer in zip(absent, answers, strict=True):
-                there[index] = answer
-        return there
-
-    def _exists(self, names: Sequence[str], give_up_at: float, moved: Moved | None = None) -> list[bool]:
-        store = self._store
-        try:
-            there, retries = self._attempts.call(
-                lambda: present_each(store, names, store.exists(names)), give_up_at=give_up_at
-            )
-        except StoreContractError as error:
-            self._log_contract_error(error)
-            raise
-        if moved is not None:
-            moved.retries += retries
-        self._known.learn(name for name, answer in zip(names, there, strict=True) if answer)
-        self._known.forget(name for name, answer in zip(names, there, strict=True) if not answer)
-        return there
-
     def _present(self, run: ValueRun, moved: Moved) -> list[int]:
         """Return the indexes of values that need no write."""
         names = run.names.names(run.keys)
         present, unknown = self._known.sort(names)
         if run.overwrites:
             present, unknown = ([i for i in some if not run.overwrites[i]] for some in (present, unknown))
-        if self._names_per_call == 1:
+        per_call = self._presence.names_per_call
+        if per_call == 1:
             # A question costs a small value's write, and the engine's lookup, which missed, has asked before.
             return present
-        for start in range(0, len(unknown), self._names_per_call):
+        for start in range(0, len(unknown), per_call):
             if not run.wanted():
                 break
-            some = unknown[start : start + self._names_per_call]
-            answers = self._exists([names[i] for i in some], run.give_up_at, moved)
+            some = unknown[start : start + per_call]
+            answers, retries = self._presence.exist([names[i] for i in some], run.give_up_at)
+            moved.retries += retries
             present += [i for i, there in zip(some, answers, strict=True) if there]
         return present
 
@@ -480,6 +360,7 @@ class ValueMover:
     def _move_begun(
         self, moved: Moved, run: ValueRun, values: Sequence[_Value], views: ValueViews, *, is_load: bool
     ) -> bool:
+        """Move one batch whose views have begun, by one call of the store; False ends the run."""
         if is_load and self._calls.in_pieces(values[0].nbytes):
             return self._load_in_pieces(moved, run, values[0], views)
         places, names, rows, payloads, sizes, keys = zip(*values, strict=True)
@@ -549,18 +430,18 @@ class ValueMover:
 
     def _written(self, moved: Moved, statuses: list[Status], nbytes: int) -> list[Status]:
         if Status.DROPPED in statuses:
-            self._log_full(nbytes)
+            self._faults.log_full(nbytes, self._calls.full_because)
         if Status.REFUSED in statuses:
             moved.error = self._calls.refused_because
         return statuses
 
     def _taken_back(self, moved: Moved, loans: Sequence[Loan], method: str) -> bool:
-        """End the loans of a call; False, and the values have failed, if the store has kept a buffer."""
+        """End the loans of a call; False if the store has kept a buffer: its values have failed."""
         kept = [loan for loan in loans if not loan.take_back()]
         if kept:
             moved.kept += kept
             error = StoreContractError(self._store, method, _KEPT)
-            self._log_contract_error(error)
+            self._faults.log(error)
             moved.error = str(error)
         return not kept
 
@@ -615,7 +496,7 @@ class ValueMover:
             with plugin_boundary(StoreContractError) as store:
                 answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
         except StoreContractError as error:
-            self._log_contract_error(error)
+            self._faults.log(error)
             moved.error = str(error)
             return None
         finally:
@@ -626,26 +507,13 @@ class ValueMover:
         moved.retries += retries
         return answers
 
-    def _log_full(self, nbytes: int) -> None:
-        """Log once that the store has no room: for now, or for values of this length at all."""
-        if not self._was_full:
-            self._was_full = True
-            why = self._calls.full_because or "write_many returned False for it"
-            text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
-            _log.warning(text, self._label, nbytes, why, extra={"once": True})
-
-    def _log_contract_error(self, error: StoreContractError) -> None:
-        """Log what the store's plugin does wrong, once for each of its methods."""
-        if error.method not in self._logged_methods:
-            self._logged_methods.add(error.method)
-            # Its text: a handler that keeps the record would keep the error's traceback, and so the store's views.
-            _log.error("%s: a bug of the tier's plugin: %s", self._label, str(error), extra={"once": True})
-
     def _missing(self, name: str) -> Status:
+        """Return the status of a value that is not there, which is no longer known as present."""
         self._known.forget([name])
         return Status.MISSING
 
     def _worked(self, nbytes: int) -> None:
+        """Count bytes that this thread has hashed or moved; yield the processor after so many."""
         turn = self._turn
         turn.nbytes += nbytes
         if turn.nbytes >= _TURN_BYTES:
@@ -663,6 +531,7 @@ class ValueMover:
         key: SealingKey | None,
         hashed: bytes | None = None,
     ) -> Status:
+        """Check a value that was read; copy a good one into its row, if it was read beside it."""
         layout_id = run.names.layout_id
         if key is not None:
             verdict = decrypt_value(value, payload, name, layout_id, key)
@@ -675,6 +544,7 @@ class ValueMover:
         return status
 
     def _judged(self, verdict: SealVerdict, name: str) -> Status:
+        """Return the status of a value with this verdict. One that is damaged is deleted."""
         if verdict is SealVerdict.OK:
             return Status.DONE
         if verdict is SealVerdict.CORRUPT and not self._options.read_only:

@@ -4,7 +4,8 @@
 thread             does
 =================  ==========================================================================================
 caller's           ``submit``, ``probe``, ``set_names``, ``set_limits``, ``abandon``: never waits for a store
-transfer (N)       opens the store (one of them), then slices of jobs: loads first; N - 1 or fewer at stores
+transfer (N)       opens the store (one of them; ``store_opening.py``), then slices of jobs: loads first; N - 1 or fewer
+                   at stores
 lookup (1)         probes (``prober.py``), so that they do not stand behind transfers
 quota (1)          counts what tenants have (``quotas.py``), where they have quotas
 key (8 or fewer)   read tenants' own keys (``tenant_keys.py``), where they have some, and end
@@ -15,48 +16,33 @@ of its views any more.
 """
 
 import itertools
-import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from kvtiers._failures import logged_boundary, plugin_boundary
-from kvtiers.api import ChunkStore, ConfigError, OffloadKey, RateLimit
+from kvtiers._failures import logged_boundary
+from kvtiers.api import ChunkStore, OffloadKey, RateLimit
 from kvtiers.encryption.config import EncryptionConfig
-from kvtiers.encryption.key_source import open_file_warnings, open_keys
 from kvtiers.host.claimed_views import ClaimedViews
-from kvtiers.host.compressed_store import compressed_store
+from kvtiers.host.layout_record import LayoutRecord
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
 from kvtiers.host.quotas import TenantQuotas
-from kvtiers.host.tenant_keys import TenantKeyReader
-from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
+from kvtiers.host.store_opening import OpenStore, StoreOpener, close_store
+from kvtiers.host.transfer import MoverOptions, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
+from kvtiers.host.value_run import Moved, ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
-from kvtiers.layout.fingerprint_record import (
-    KEY_FIELD,
-    Described,
-    compare_layouts,
-    read_layout,
-    with_key,
-    write_layout,
-)
-from kvtiers.layout.namespace_epoch import read_epoch
+from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
-
-if TYPE_CHECKING:
-    from kvtiers.encryption.keys import KeyRing
 
 __all__ = ["TransferPool", "mover_options"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _KEPT_SECONDS = 0.05  # how often kept buffers are checked for their release
 _LEAST_CLOSE_SECONDS = 0.1
-_LONGEST_DIFFERENCE = 1_000
 
 
 class TransferPool:
@@ -86,9 +72,6 @@ class TransferPool:
         claimed: ClaimedViews | None = None,
         encryption: EncryptionConfig | None = None,
     ) -> None:
-        self._encryption = encryption
-        self._keys: KeyRing | None = None
-        self._tenant_keys: TenantKeyReader | None = None
         self._views = views
         self._claimed = claimed
         self._names = names
@@ -99,16 +82,17 @@ class TransferPool:
         self._reopen = reopen
         self._emit = emit
         self._label = label
-        self._described = described
-        self._epoch = ""
+        self._record = LayoutRecord(described, label)
         self._stop = threading.Event()
+        self._opener = StoreOpener(
+            views, self._record, self._stop, label=label, pauses=reopen, claimed=claimed, encryption=encryption
+        )
         self._queue = TransferQueue(threads, store_threads)
         self._prober = Prober(deadline, emit, label)
         self._kept: list[PoolJob] = []
         self._kept_lock = threading.Lock()
-        self._mover: ValueMover | None = None
-        self._store: ChunkStore | None = None
-        self._life = threading.Lock()  # of ``_workers`` and ``_store``, between the opening thread and ``close``
+        self._opened: OpenStore | None = None
+        self._life = threading.Lock()  # of ``_workers`` and ``_opened``, between the opening thread and ``close``
         self._numbers = itertools.count(1)
         self._workers = [self._thread(0, self._open_and_work, open_store)]
         self._workers[0].start()
@@ -155,11 +139,11 @@ class TransferPool:
         with self._life:
             self._options = replace(self._options, rate_limit=limit)
             self._store_threads = limits.store_threads
-            if self._mover is None:  # not open yet: it begins with them
+            if self._opened is None:  # not open yet: it begins with them
                 self._threads = limits.threads
                 self._queue.set_threads(limits.threads, limits.store_threads)
                 return
-            self._mover.set_rate_limit(limit)
+            self._opened.mover.set_rate_limit(limit)
             self._resize(limits.threads)
 
     def _resize(self, threads: int) -> None:
@@ -184,7 +168,7 @@ class TransferPool:
 
     @property
     def _quotas(self) -> TenantQuotas | None:
-        return None if self._mover is None else self._mover.quotas
+        return None if self._opened is None else self._opened.mover.quotas
 
     def check_kept(self) -> bool:
         """Report the jobs whose kept buffers have been released since; return whether some are still kept."""
@@ -218,18 +202,18 @@ class TransferPool:
         self._prober.close()
         if (quotas := self._quotas) is not None:
             quotas.close()
-        if (reader := self._tenant_keys) is not None:
-            reader.close()
+        self._opener.close()
         with self._life:
-            workers, store = self._workers, self._store
+            workers, opened = self._workers, self._opened
         for worker in workers:
             worker.join(max(0.0, until - time.monotonic()))
-        if store is not None and not any(worker.is_alive() for worker in workers):
-            closer = threading.Thread(target=self._close_store, args=(store,), daemon=True)  # it may hang
+        if opened is not None and not any(worker.is_alive() for worker in workers):
+            closing = opened.store, self._label
+            closer = threading.Thread(target=close_store, args=closing, daemon=True)  # it may hang
             try:
                 closer.start()
             except RuntimeError:  # none can be had: the engine kills a host that hangs
-                self._close_store(store)
+                close_store(*closing)
             else:
                 closer.join(max(_LEAST_CLOSE_SECONDS, until - time.monotonic()))
 
@@ -238,7 +222,7 @@ class TransferPool:
             self._finish(piece, Moved.nothing(piece.end - piece.start, error))
 
     def _values_a_slice(self, count: int) -> int:
-        batch = self._mover.batch_values if self._mover is not None else 1
+        batch = self._opened.mover.batch_values if self._opened is not None else 1
         return max(1, min(-(-count // self._threads), max(batch, -(-count // (4 * self._threads)))))
 
     # -- the pool's threads
@@ -258,79 +242,25 @@ class TransferPool:
 
     def _open(self, open_store: Callable[[], ChunkStore]) -> str:
         """Open the store and start the other threads; return why it cannot be opened, if it cannot."""
-        if error := self._open_keys():
+        opened, error = self._opener.open(open_store, self._names, self._options)
+        if opened is None:
             return error
-        with plugin_boundary(exits=True) as opening:
-            store = open_store()
-        if opening.error:
-            return opening.error
-        if problem := TenantQuotas.problem(store, self._options.quotas):
-            self._close_store(store)
-            return problem
-        with plugin_boundary() as first_use:
-            self._epoch = epoch = read_epoch(store, self._names.namespace)
-            self._read_tenant_keys()
-            self._compare(store)
-            moved = compressed_store(store, self._options.compression)
-            mover = ValueMover(
-                moved,
-                self._views,
-                self._options,
-                self._stop,
-                epoch,
-                self._label,
-                self._claimed,
-                self._keys,
-                self._names.namespace,
-                store,
-            )
-        if first_use.error:
-            self._close_store(store)
-            return first_use.error
+        mover = opened.mover
         with self._life:
             mover.set_rate_limit(self._options.rate_limit)  # it may have changed meanwhile
             more = [self._thread(next(self._numbers), self._work) for _ in range(1, self._threads)]
-            threads = [self._prober.thread(moved, mover)]
+            threads = [self._prober.thread(opened.moved, mover)]
             if mover.quotas is not None:
                 threads.append(mover.quotas.thread())
             error = "the tier is closed" if self._stop.is_set() else self._start(threads)
             if not error:
-                self._mover, self._store = mover, store
+                self._opened = opened
                 if problem := self._start(more):
                     self._go_on_with_fewer(problem)
-                self._emit(Opened(epoch=epoch))
+                self._emit(Opened(epoch=opened.epoch))
                 return ""
-        self._close_store(store)
+        close_store(opened.store, self._label)
         return error
-
-    def _open_keys(self) -> str:
-        """Read the keys, if values are encrypted; return why they cannot be had, if so."""
-        encryption = self._encryption
-        if encryption is None:
-            return ""
-        try:
-            self._keys = open_keys(encryption, self._names.namespace)
-        except ConfigError as error:
-            return str(error)
-        except Exception as error:  # noqa: BLE001 -- of a library, which is tried again
-            return f"its keys cannot be read: {type(error).__name__}"
-        _log.info("%s: encrypted: %s", self._label, self._keys.in_words(), extra={"once": True})
-        for line in open_file_warnings(encryption):
-            _log.warning("%s: %s", self._label, line, extra={"once": True})
-        return ""
-
-    def _read_tenant_keys(self) -> None:
-        """Read the keys of tenants that have their own; those that do not come at once are added later."""
-        encryption, keys = self._encryption, self._keys
-        if self._tenant_keys is not None:  # of an opening that failed after it
-            self._tenant_keys.close()
-        if encryption is None or keys is None or not encryption.tenants:
-            return
-        reader = TenantKeyReader(encryption, self._names.namespace, keys, self._label, self._reopen)
-        self._tenant_keys = reader
-        if self._stop.is_set():  # ``close`` may not have seen it
-            reader.close()
-        reader.read()
 
     def _start(self, threads: Sequence[threading.Thread]) -> str:
         """Start these threads; return why one, and each after it, cannot be started, if so."""
@@ -347,65 +277,6 @@ class TransferPool:
         self._queue.set_threads(count, self._store_threads)
         _log.warning("%s: %d of its %d threads have started: %s", self._label, count, self._threads, problem)
 
-    def _compare(self, store: ChunkStore) -> None:
-        """Log, once, why the values of the same model that were stored last are not this engine's."""
-        described = self._described
-        if described is None:
-            return
-        ours = json.loads(described.document)
-        with plugin_boundary() as reading:
-            theirs = read_layout(store, self._names.namespace, self._names.model)
-        if reading.error:  # it is for people only
-            _log.debug("%s: what was stored last is not known: %s", self._label, reading.error)
-            return
-        if theirs and (text := self._other_key(theirs)):
-            _log.warning("%s: %s", self._label, text, extra={"once": True})
-        elif theirs and theirs.get("fingerprint") != ours["fingerprint"]:
-            text = "; ".join(compare_layouts(theirs, ours)) or "in what is not recorded"
-            _log.warning(
-                "%s: the latest values of this model are under fingerprint %s, so this engine does not find them; they "
-                "differ from its own: %s",
-                self._label,
-                theirs.get("fingerprint"),
-                text[:_LONGEST_DIFFERENCE],
-                extra={"once": True},
-            )
-
-    def _other_key(self, theirs: dict[str, Any]) -> str:
-        """Return in one line that the values that were stored last have no key of ours; "" if they have."""
-        there, keys = str(theirs.get(KEY_FIELD, "")), self._keys
-        ours = [""] if keys is None else keys.ids
-        if there in ours or not re.fullmatch(r"([0-9a-f]{8})?", there):  # anything could be logged by a store else
-            return ""
-        if keys is None:
-            return (
-                f"the latest values of this model are encrypted (key {there}), so this engine, which has no "
-                "'encryption', does not find them"
-            )
-        stored = f"of key {there}" if there else "not encrypted"
-        return (
-            f"the latest values of this model are {stored}, so this engine, which has {keys.in_words()}, does not find "
-            "them; if that is not meant, correct 'encryption.key', or give theirs as 'encryption.previous'"
-        )
-
-    def _describe(self, names: StorageNames) -> None:
-        """Write the fingerprint's record to the store, before its first value."""
-        described, self._described = self._described, None
-        store = self._store
-        if described is None or store is None or not described.is_of(names):
-            return
-        key = "" if self._keys is None else self._keys.current.id
-        with plugin_boundary() as writing:
-            write_layout(store, names.of_epoch(self._epoch), with_key(described.document, key))
-        if writing.error:
-            _log.debug("%s: its layout is not recorded: %s", self._label, writing.error)
-
-    def _close_store(self, store: ChunkStore) -> None:
-        with plugin_boundary() as closing:
-            store.close()
-        if closing.error:
-            _log.warning("%s: its close() failed: %s", self._label, closing.error)
-
     def _work(self) -> None:
         while (piece := self._queue.next()) is not None:
             is_load = piece.of.job.is_load
@@ -414,8 +285,8 @@ class TransferPool:
             names, stored = piece.of.names, is_store and Status.DONE in moved.statuses
             self._finish(piece, moved)
             del moved
-            if stored and self._described is not None:
-                self._describe(names)
+            if stored and self._record.described is not None and (opened := self._opened) is not None:
+                self._record.write(opened.store, names, opened.epoch, opened.keys)
             if not is_load:
                 self._queue.store_done()
             del piece  # the wait for the next must not hold this one's buffers
@@ -440,10 +311,11 @@ class TransferPool:
         return Moved.nothing(len(run.keys), moving.error)
 
     def _move_of(self, job: StoreJob) -> Callable[[ValueRun], Moved]:
-        assert self._mover is not None
+        assert self._opened is not None
+        mover = self._opened.mover
         if job.is_delete:
-            return self._mover.delete
-        return self._mover.load if job.is_load else self._mover.store
+            return mover.delete
+        return mover.load if job.is_load else mover.store
 
     def _finish(self, piece: Slice, moved: Moved) -> None:
         job = piece.of

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtiers.host.messages import Status, StoreJob
-from kvtiers.host.transfer import Moved
+from kvtiers.host.value_run import Moved
 from kvtiers.layout.borrowed_views import Loan
 from kvtiers.layout.storage_name import StorageNames
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import kvtiers
 from kvtiers.config import OffloadConfig
-from kvtiers.control import ControlSocket, EngineActions
+from kvtiers.control import ControlSocket
+from kvtiers.control_actions import EngineActions
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler import OffloadScheduler, SchedulerOptions
 from kvtiers.status import Troubles, answer_status, figures_of_engine

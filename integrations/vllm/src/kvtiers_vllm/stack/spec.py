@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from vllm import __version__ as vllm_version
 
 from kvtiers.api import StartError
-from kvtiers.control import ControlSocket, EngineActions
+from kvtiers.control import ControlSocket
+from kvtiers.control_actions import EngineActions
 from kvtiers.kv_events.naming import EventNaming
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
 from kvtiers.runtime import EngineFacts, open_manager, open_worker

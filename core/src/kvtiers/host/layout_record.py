@@ -1,0 +1,92 @@
+"""The fingerprint record of one tier, as its host uses it: compared when the store is opened, written with a value.
+
+The comparison is a line of the log for people who wonder about misses. Nothing depends on a record, so whatever goes
+wrong with one is a debug line.
+"""
+
+import json
+import logging
+import re
+from typing import Any
+
+from kvtiers._failures import plugin_boundary
+from kvtiers.api import ChunkStore
+from kvtiers.encryption.keys import KeyRing
+from kvtiers.layout.fingerprint_record import (
+    KEY_FIELD,
+    Described,
+    compare_layouts,
+    read_layout,
+    with_key,
+    write_layout,
+)
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["LayoutRecord"]
+
+_log = logging.getLogger("kvtiers.secondary")
+_LONGEST_DIFFERENCE = 1_000
+
+
+class LayoutRecord:
+    """What the fingerprint in the names was made from. Any thread.
+
+    ``described``: the record that is still to be written; None: there is none, or it has been written.
+    """
+
+    def __init__(self, described: Described | None, label: str) -> None:
+        self.described = described
+        self._label = label
+
+    def compare(self, store: ChunkStore, names: StorageNames, keys: KeyRing | None) -> None:
+        """Log, once, why the values of the same model that were stored last are not this engine's."""
+        described = self.described
+        if described is None:
+            return
+        ours = json.loads(described.document)
+        with plugin_boundary() as reading:
+            theirs = read_layout(store, names.namespace, names.model)
+        if reading.error:
+            _log.debug("%s: what was stored last is not known: %s", self._label, reading.error)
+            return
+        if theirs and (text := _other_key(theirs, keys)):
+            _log.warning("%s: %s", self._label, text, extra={"once": True})
+        elif theirs and theirs.get("fingerprint") != ours["fingerprint"]:
+            text = "; ".join(compare_layouts(theirs, ours)) or "in what is not recorded"
+            _log.warning(
+                "%s: the latest values of this model are under fingerprint %s, so this engine does not find them; they "
+                "differ from its own: %s",
+                self._label,
+                theirs.get("fingerprint"),
+                text[:_LONGEST_DIFFERENCE],
+                extra={"once": True},
+            )
+
+    def write(self, store: ChunkStore, names: StorageNames, epoch: str, keys: KeyRing | None) -> None:
+        """Write the record to the store, with the first value of these names; later calls do nothing."""
+        described, self.described = self.described, None
+        if described is None or not described.is_of(names):
+            return
+        key = "" if keys is None else keys.current.id
+        with plugin_boundary() as writing:
+            write_layout(store, names.of_epoch(epoch), with_key(described.document, key))
+        if writing.error:
+            _log.debug("%s: its layout is not recorded: %s", self._label, writing.error)
+
+
+def _other_key(theirs: dict[str, Any], keys: KeyRing | None) -> str:
+    """Return in one line that the values that were stored last have no key of ours; "" if they have."""
+    there = str(theirs.get(KEY_FIELD, ""))
+    ours = [""] if keys is None else keys.ids
+    if there in ours or not re.fullmatch(r"([0-9a-f]{8})?", there):  # anything could be logged by a store else
+        return ""
+    if keys is None:
+        return (
+            f"the latest values of this model are encrypted (key {there}), so this engine, which has no "
+            "'encryption', does not find them"
+        )
+    stored = f"of key {there}" if there else "not encrypted"
+    return (
+        f"the latest values of this model are {stored}, so this engine, which has {keys.in_words()}, does not find "
+        "them; if that is not meant, correct 'encryption.key', or give theirs as 'encryption.previous'"
+    )

@@ -1,0 +1,115 @@
+"""Presence questions to one store: which keys it has a value of, asked by their names under each live key.
+
+A store that answers for one name a call is asked for the end of a prefix by bisection. What it answers is remembered
+(``KnownNames``), so that stores of what it has are left out.
+"""
+
+from collections.abc import Sequence
+
+from kvtiers.api import ChunkStore, OffloadKey, StoreContractError
+from kvtiers.api.answers import present_each
+from kvtiers.encryption.keys import KeyRing
+from kvtiers.host.store_calls import Attempts, FaultLog, KnownNames
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["Presence"]
+
+
+class Presence:
+    """Asks one store. Used by several threads at once.
+
+    ``names_per_call``: how many names the store takes in one question. ``keys``: those of its names, if they are keyed.
+    """
+
+    def __init__(
+        self, store: ChunkStore, attempts: Attempts, known: KnownNames, faults: FaultLog, keys: KeyRing | None
+    ) -> None:
+        self._store = store
+        self._attempts = attempts
+        self._known = known
+        self._faults = faults
+        self._keys = keys
+        self.names_per_call = max(1, int(store.exists_per_call))
+
+    def probe(
+        self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float, *, is_prefix: bool
+    ) -> list[bool]:
+        """Ask which keys the store has. Of a prefix the answers may end after the first absence.
+
+        ``all_names``: those that values are written with, then those that they are read with too. A key that has no
+        name, since its tenant's own key is missing, is absent, unasked.
+        """
+        if self._keys is None or not self._keys.missing:
+            return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
+        named = [all_names[0].has_name(key) for key in keys]
+        if all(named):
+            return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
+        if is_prefix:
+            end = named.index(False)
+            there = self._probe(all_names, keys[:end], give_up_at, is_prefix=True)
+            return there if len(there) < end or False in there else [*there, False]
+        asked = [key for key, is_named in zip(keys, named, strict=True) if is_named]
+        answers = iter(self._probe(all_names, asked, give_up_at, is_prefix=False))
+        return [is_named and next(answers) for is_named in named]
+
+    def exist(self, names: Sequence[str], give_up_at: float) -> tuple[list[bool], int]:
+        """Ask in one call which of these names are there, and remember it; return the answers and how many retries."""
+        store = self._store
+        try:
+            there, retries = self._attempts.call(
+                lambda: present_each(store, names, store.exists(names)), give_up_at=give_up_at
+            )
+        except StoreContractError as error:
+            self._faults.log(error)
+            raise
+        self._known.learn(name for name, answer in zip(names, there, strict=True) if answer)
+        self._known.forget(name for name, answer in zip(names, there, strict=True) if not answer)
+        return there, retries
+
+    def _probe(
+        self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float, *, is_prefix: bool
+    ) -> list[bool]:
+        per_call = self.names_per_call
+        if is_prefix and per_call == 1:
+            return self._bisect(all_names, keys, give_up_at)
+        answers: list[bool] = []
+        for start in range(0, len(keys), per_call):
+            answers += self._of_any(all_names, keys[start : start + per_call], give_up_at)
+            if is_prefix and not answers[-1]:
+                break
+        return answers
+
+    def _bisect(self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float) -> list[bool]:
+        """Find the end of a prefix: in two questions if all of it is there, in one if nothing is, else in 2 + log2(n).
+
+        What lies below a hit counts as present, unasked.
+        """
+
+        def is_there(index: int) -> bool:
+            return self._of_any(all_names, keys[index : index + 1], give_up_at)[0]
+
+        if not keys or not is_there(0):
+            return [False] * min(1, len(keys))
+        present, absent = 1, len(keys) + 1  # counts that are known to be present, and known not to be
+        middle = len(keys)  # of known prompts all is there, and a burst of them asks a lot
+        while absent - present > 1:
+            if is_there(middle - 1):
+                present = middle
+            else:
+                absent = middle
+            middle = (present + absent) // 2
+        if len(all_names) == 1:  # else it is not known under which key
+            self._known.learn(all_names[0].names(keys[:present]))
+        return [True] * present + [False] * (present < len(keys))
+
+    def _of_any(self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float) -> list[bool]:
+        """Ask for values by their names under each live key: by an older one where there is none by a newer one."""
+        there, _ = self.exist(all_names[0].names(keys), give_up_at)
+        for older in all_names[1:]:
+            absent = [index for index, answer in enumerate(there) if not answer and older.has_name(keys[index])]
+            if not absent:
+                break
+            answers, _ = self.exist(older.names([keys[index] for index in absent]), give_up_at)
+            for index, answer in zip(absent, answers, strict=True):
+                there[index] = answer
+        return there

@@ -1,0 +1,147 @@
+"""The opening of a store: the keys, the plugin, the namespace's epoch, then a mover of its values.
+
+All of it is tried again until it succeeds: keys may have been rotated since, and a store may come back as another one.
+Runs on one transfer thread of the store's pool.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtiers._failures import plugin_boundary
+from kvtiers.api import ChunkStore, ConfigError
+from kvtiers.encryption.config import EncryptionConfig
+from kvtiers.encryption.key_source import open_file_warnings, open_keys
+from kvtiers.encryption.keys import KeyRing
+from kvtiers.host.claimed_views import ClaimedViews
+from kvtiers.host.compressed_store import compressed_store
+from kvtiers.host.layout_record import LayoutRecord
+from kvtiers.host.quotas import TenantQuotas
+from kvtiers.host.tenant_keys import TenantKeyReader
+from kvtiers.host.transfer import MoverOptions, ValueMover
+from kvtiers.layout.borrowed_views import ValueViews
+from kvtiers.layout.namespace_epoch import read_epoch
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["OpenStore", "StoreOpener", "close_store"]
+
+_log = logging.getLogger("kvtiers.secondary")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """A store in use. ``moved``: the store that values are moved to, which may compress them for ``store``."""
+
+    store: ChunkStore
+    moved: ChunkStore
+    mover: ValueMover
+    epoch: str
+    keys: KeyRing | None
+
+
+class StoreOpener:
+    """Opens the store of one pool, as often as it takes.
+
+    ``encryption``: where the keys come from that values are encrypted with. ``record``: is compared with the store's.
+    ``claimed``: views of the values in a client's caller's memory. ``stop``: ends waits, when the pool is closed.
+    ``pauses``: between attempts to read tenants' keys, in seconds, as those to open the store.
+    """
+
+    def __init__(
+        self,
+        views: ValueViews,
+        record: LayoutRecord,
+        stop: threading.Event,
+        *,
+        label: str,
+        pauses: tuple[float, float],
+        claimed: ClaimedViews | None,
+        encryption: EncryptionConfig | None,
+    ) -> None:
+        self._views = views
+        self._record = record
+        self._stop = stop
+        self._label = label
+        self._pauses = pauses
+        self._claimed = claimed
+        self._encryption = encryption
+        self._tenant_keys: TenantKeyReader | None = None
+
+    def open(
+        self, open_store: Callable[[], ChunkStore], names: StorageNames, options: MoverOptions
+    ) -> tuple[OpenStore | None, str]:
+        """Open the store that ``open_store`` gives; without one, return in one line why it cannot be opened."""
+        keys, error = self._open_keys(names.namespace)
+        if error:
+            return None, error
+        with plugin_boundary(exits=True) as opening:
+            store = open_store()
+        if opening.error:
+            return None, opening.error
+        if problem := TenantQuotas.problem(store, options.quotas):
+            close_store(store, self._label)
+            return None, problem
+        with plugin_boundary() as first_use:
+            epoch = read_epoch(store, names.namespace)
+            self._read_tenant_keys(keys, names.namespace)
+            self._record.compare(store, names, keys)
+            moved = compressed_store(store, options.compression)
+            mover = ValueMover(
+                moved,
+                self._views,
+                options,
+                self._stop,
+                epoch,
+                self._label,
+                self._claimed,
+                keys,
+                names.namespace,
+                store,
+            )
+        if first_use.error:
+            close_store(store, self._label)
+            return None, first_use.error
+        return OpenStore(store, moved, mover, epoch, keys), ""
+
+    def close(self) -> None:
+        """Read no further key."""
+        if (reader := self._tenant_keys) is not None:
+            reader.close()
+
+    def _open_keys(self, namespace: str) -> tuple[KeyRing | None, str]:
+        """Read the keys, if values are encrypted; return why they cannot be had, if so."""
+        encryption = self._encryption
+        if encryption is None:
+            return None, ""
+        try:
+            keys = open_keys(encryption, namespace)
+        except ConfigError as error:
+            return None, str(error)
+        except Exception as error:  # noqa: BLE001 -- of a library, which is tried again
+            return None, f"its keys cannot be read: {type(error).__name__}"
+        _log.info("%s: encrypted: %s", self._label, keys.in_words(), extra={"once": True})
+        for line in open_file_warnings(encryption):
+            _log.warning("%s: %s", self._label, line, extra={"once": True})
+        return keys, ""
+
+    def _read_tenant_keys(self, keys: KeyRing | None, namespace: str) -> None:
+        """Read the keys of tenants that have their own; those that do not come at once are added later."""
+        encryption = self._encryption
+        if self._tenant_keys is not None:  # of an opening that failed after it
+            self._tenant_keys.close()
+        if encryption is None or keys is None or not encryption.tenants:
+            return
+        reader = TenantKeyReader(encryption, namespace, keys, self._label, self._pauses)
+        self._tenant_keys = reader
+        if self._stop.is_set():  # ``close`` may not have seen it
+            reader.close()
+        reader.read()
+
+
+def close_store(store: ChunkStore, label: str) -> None:
+    """Close a store; what its plugin raises is a line of the log."""
+    with plugin_boundary() as closing:
+        store.close()
+    if closing.error:
+        _log.warning("%s: its close() failed: %s", label, closing.error)

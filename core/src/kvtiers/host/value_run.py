@@ -1,0 +1,63 @@
+"""Runs of values: what one transfer thread moves between rows and a store at a time, and what has come of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvtiers.api import OffloadKey
+from kvtiers.host.messages import Status
+from kvtiers.layout.borrowed_views import Loan
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["Moved", "ValueRun"]
+
+
+def _land_now(copy: Callable[[], bool]) -> bool:
+    """Copy a value into its row, without a fence; False: the row is not the job's any more."""
+    return copy()
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRun:
+    """Values to move: ``keys[i]`` lies in ``rows[i]``. No call begins after ``give_up_at`` or a False of ``wanted``."""
+
+    names: StorageNames
+    keys: Sequence[OffloadKey]
+    rows: Sequence[int]
+    give_up_at: float
+    wanted: Callable[[], bool] = lambda: True
+    land: Callable[[Callable[[], bool]], bool] = _land_now
+    """Copies a value from its bounce buffer into its row, unless the rows have been detached (its ``RowFence``)."""
+    overwrites: bytes = b""
+    """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
+
+    def only(self, places: Sequence[int]) -> "ValueRun":
+        """Return the run of the values at these places."""
+        rows = [self.rows[place] for place in places] if self.rows else []  # a removal has none
+        overwrites = bytes(self.overwrites[place] for place in places) if self.overwrites else b""
+        return replace(self, keys=[self.keys[place] for place in places], rows=rows, overwrites=overwrites)
+
+
+@dataclass(slots=True)
+class Moved:
+    """The outcome of a run of values: a Status each, bytes moved, and the loans of which the store kept a buffer."""
+
+    statuses: bytearray
+    nbytes: int = 0
+    retries: int = 0
+    error: str = ""
+    kept: list[Loan] = field(default_factory=list)
+
+    @classmethod
+    def nothing(cls, count: int, error: str = "") -> "Moved":
+        """Return the outcome of ``count`` values of which none was moved."""
+        return cls(bytearray([Status.FAILED]) * count, error=error)
+
+    def widened(self, places: Sequence[int], count: int, others: Status) -> "Moved":
+        """Return this outcome of the values at these places (``ValueRun.only``) as that of all ``count`` values.
+
+        ``others``: the status of those that were left out.
+        """
+        statuses = bytearray([others]) * count
+        for place, status in zip(places, self.statuses, strict=True):
+            statuses[place] = status
+        return replace(self, statuses=statuses)
