@@ -386,7 +386,7 @@ def listens(port):
 def store_of(tier):
     """Return the store of a tier with 'io: thread'."""
     (host,) = tier._hosts._hosts
-    return host.backend._pool._store
+    return host.backend._pool._opened.store
 
 
 def module_of(path):

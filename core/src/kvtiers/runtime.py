@@ -111,7 +111,7 @@ def open_manager(
         undo.callback(_release_region, region)
         primary = _primary(config, region, record_events=record_events or bool(engine.listener or config.events))
         undo.callback(primary.close)  # it holds the rows' memory
-        release_region = partial(_release_region, region, logs)
+        release_region = partial(_release_region_and_logs, region, logs)
         side = EngineLifecycle(config, layout, region, primary, engine.release, release_region)
         undo.callback(side.close_region)
         undo.callback(side.close_tiers, 0.0)
@@ -245,11 +245,14 @@ def _primary(config: OffloadConfig, region: OffloadRegion, *, record_events: boo
     )
 
 
-def _release_region(region: OffloadRegion, logs: QueuedLogs | None = None) -> None:
+def _release_region(region: OffloadRegion) -> None:
     region.close()
     _anonymous_regions.pop(region.engine_id, None)
-    if logs is not None:
-        logs.close()
+
+
+def _release_region_and_logs(region: OffloadRegion, logs: QueuedLogs) -> None:
+    _release_region(region)
+    logs.close()
 
 
 def _recorder(config: OffloadConfig, layout: CacheLayout, undo: contextlib.ExitStack) -> Recorder | None:

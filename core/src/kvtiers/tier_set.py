@@ -1,7 +1,7 @@
 """The tiers of a config, opened over one region of rows, and closed together.
 
-Shared by the roots that open tiers: an engine's manager (``runtime.py``), and clients (``client/``). All tiers are
-opened at once, and none is waited for. They are drained at the same time, and closed when all of them are drained.
+Shared by the roots that open tiers: an engine's manager (``engine_lifecycle.py``), and clients (``client/``). All tiers
+are opened at once, and none is waited for. They are drained at the same time, and closed when all of them are drained.
 """
 
 import contextlib

@@ -16,13 +16,18 @@ _log = logging.getLogger("kvtiers")
 
 
 class ClientState:
-    """Whether one client can be used, and its counts. Any thread."""
+    """Whether one client can be used, its counts, and what each call does with both. Any thread."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._metrics = ClientMetrics()
-        self.is_closed = False
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` has been called."""
+        return self._is_closed
 
     @property
     def is_forked(self) -> bool:
@@ -32,12 +37,12 @@ class ClientState:
     @property
     def is_usable(self) -> bool:
         """Whether tiers may be asked: the client is open, and this is no forked child."""
-        return not self.is_closed and not self.is_forked
+        return not self._is_closed and not self.is_forked
 
     def close(self) -> bool:
         """Use no tier from now on; return whether the client was open."""
         with self._lock:
-            was_closed, self.is_closed = self.is_closed, True
+            was_closed, self._is_closed = self._is_closed, True
         return not was_closed
 
     def count(self, **more: int) -> int:

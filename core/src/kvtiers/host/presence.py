@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvtiers.api import ChunkStore, OffloadKey, StoreContractError
 from kvtiers.api.answers import present_each
 from kvtiers.encryption.keys import KeyRing
-from kvtiers.host.store_calls import Attempts, FaultLog, KnownNames
+from kvtiers.host.store_calls import Attempts, KnownNames, StoreLog
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["Presence"]
@@ -22,12 +22,12 @@ class Presence:
     """
 
     def __init__(
-        self, store: ChunkStore, attempts: Attempts, known: KnownNames, faults: FaultLog, keys: KeyRing | None
+        self, store: ChunkStore, attempts: Attempts, known: KnownNames, store_log: StoreLog, keys: KeyRing | None
     ) -> None:
         self._store = store
         self._attempts = attempts
         self._known = known
-        self._faults = faults
+        self._store_log = store_log
         self._keys = keys
         self.names_per_call = max(1, int(store.exists_per_call))
 
@@ -60,7 +60,7 @@ class Presence:
                 lambda: present_each(store, names, store.exists(names)), give_up_at=give_up_at
             )
         except StoreContractError as error:
-            self._faults.log(error)
+            self._store_log.log_breach(error)
             raise
         self._known.learn(name for name, answer in zip(names, there, strict=True) if answer)
         self._known.forget(name for name, answer in zip(names, there, strict=True) if not answer)

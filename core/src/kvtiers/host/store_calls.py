@@ -10,7 +10,7 @@ a store waits until the bucket is out of debt. A call that moves no value, as a 
 alone: behind the bytes of loads, one request's loads would hold up the answer to another one.
 
 The names that a store holds are remembered, so that N replicas do not write the same system prompt N times. What its
-plugin does wrong is logged, once for each method.
+plugin does wrong is logged, once for each method, and once that it has no room.
 """
 
 import logging
@@ -38,7 +38,7 @@ from kvtiers.api.answers import found, found_each, kept_each
 from kvtiers.host.messages import Status, drop_oldest
 from kvtiers.layout.seal import PayloadHash
 
-__all__ = ["Attempts", "FaultLog", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls"]
+__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls", "StoreLog"]
 
 _log = logging.getLogger("kvtiers.secondary")
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
@@ -324,7 +324,7 @@ class KnownNames:
                 self._until.pop(hash(name), None)
 
 
-class FaultLog:
+class StoreLog:
     """Log lines about one store, each of them once: that it has no room, and how its plugin breaks the contract.
 
     ``label``: the tier's name in them.
@@ -335,7 +335,7 @@ class FaultLog:
         self._logged_methods: set[str] = set()
         self._was_full = False
 
-    def log(self, error: StoreContractError) -> None:
+    def log_breach(self, error: StoreContractError) -> None:
         """Log a breach of the contract, once for each method of the store."""
         if error.method not in self._logged_methods:
             self._logged_methods.add(error.method)

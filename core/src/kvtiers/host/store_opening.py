@@ -31,19 +31,20 @@ _log = logging.getLogger("kvtiers.secondary")
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """A store in use. ``moved``: the store that values are moved to, which may compress them for ``store``."""
+    """A store in use. ``compressed``: the store that values are moved to; it compresses them, if that is on."""
 
     store: ChunkStore
-    moved: ChunkStore
+    compressed: ChunkStore
     mover: ValueMover
     epoch: str
     keys: KeyRing | None
 
 
 class StoreOpener:
-    """Opens the store of one pool, as often as it takes.
+    """Opens the store of one pool, as often as it takes, and goes on to read tenants' keys until it is closed.
 
-    ``encryption``: where the keys come from that values are encrypted with. ``record``: is compared with the store's.
+    ``encryption``: where the keys come from that values are encrypted with. ``record``: the layout record, compared
+    with the store's.
     ``claimed``: views of the values in a client's caller's memory. ``stop``: ends waits, when the pool is closed.
     ``pauses``: between attempts to read tenants' keys, in seconds, as those to open the store.
     """
@@ -86,9 +87,9 @@ class StoreOpener:
             epoch = read_epoch(store, names.namespace)
             self._read_tenant_keys(keys, names.namespace)
             self._record.compare(store, names, keys)
-            moved = compressed_store(store, options.compression)
+            compressed = compressed_store(store, options.compression)
             mover = ValueMover(
-                moved,
+                compressed,
                 self._views,
                 options,
                 self._stop,
@@ -102,7 +103,7 @@ class StoreOpener:
         if first_use.error:
             close_store(store, self._label)
             return None, first_use.error
-        return OpenStore(store, moved, mover, epoch, keys), ""
+        return OpenStore(store, compressed, mover, epoch, keys), ""
 
     def close(self) -> None:
         """Read no further key."""

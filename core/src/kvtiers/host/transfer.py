@@ -31,7 +31,7 @@ from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import Status
 from kvtiers.host.presence import Presence
 from kvtiers.host.quotas import TenantQuotas
-from kvtiers.host.store_calls import Attempts, FaultLog, KnownNames, RateLimiter, StoreCalls
+from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls, StoreLog
 from kvtiers.host.value_run import Moved, ValueRun
 from kvtiers.layout.borrowed_views import Loan, ValueViews
 from kvtiers.layout.seal import SealVerdict, check_parts, check_value, seal_parts, seal_value
@@ -148,8 +148,8 @@ class ValueMover:
         self._limiter = RateLimiter(options.rate_limit, stop)
         self._attempts = Attempts(store.transient_errors, options.retries, self._limiter, stop)
         self._known = KnownNames(options.exists_ttl)
-        self._faults = FaultLog(label)
-        self._presence = Presence(store, self._attempts, self._known, self._faults, keys)
+        self._store_log = StoreLog(label)
+        self._presence = Presence(store, self._attempts, self._known, self._store_log, keys)
         self._calls = StoreCalls(store)
         self.quotas: TenantQuotas | None = None
         """Where tenants have some: for a thread of its own."""
@@ -430,7 +430,7 @@ class ValueMover:
 
     def _written(self, moved: Moved, statuses: list[Status], nbytes: int) -> list[Status]:
         if Status.DROPPED in statuses:
-            self._faults.log_full(nbytes, self._calls.full_because)
+            self._store_log.log_full(nbytes, self._calls.full_because)
         if Status.REFUSED in statuses:
             moved.error = self._calls.refused_because
         return statuses
@@ -441,7 +441,7 @@ class ValueMover:
         if kept:
             moved.kept += kept
             error = StoreContractError(self._store, method, _KEPT)
-            self._faults.log(error)
+            self._store_log.log_breach(error)
             moved.error = str(error)
         return not kept
 
@@ -496,7 +496,7 @@ class ValueMover:
             with plugin_boundary(StoreContractError) as store:
                 answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
         except StoreContractError as error:
-            self._faults.log(error)
+            self._store_log.log_breach(error)
             moved.error = str(error)
             return None
         finally:

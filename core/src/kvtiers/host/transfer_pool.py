@@ -249,7 +249,7 @@ class TransferPool:
         with self._life:
             mover.set_rate_limit(self._options.rate_limit)  # it may have changed meanwhile
             more = [self._thread(next(self._numbers), self._work) for _ in range(1, self._threads)]
-            threads = [self._prober.thread(opened.moved, mover)]
+            threads = [self._prober.thread(opened.compressed, mover)]
             if mover.quotas is not None:
                 threads.append(mover.quotas.thread())
             error = "the tier is closed" if self._stop.is_set() else self._start(threads)

@@ -21,7 +21,7 @@ from kvtiers.tiering.prefetch_state import Prefetch
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 
-__all__ = ["PATIENCE", "Questions", "Way"]
+__all__ = ["PATIENCE", "Questions"]
 
 PATIENCE = 30.0
 """Seconds for the answers of one question, and for a prefix to get its turn."""
