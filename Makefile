@@ -9,7 +9,7 @@ PROJECTS := $(wildcard core/pyproject.toml replay/pyproject.toml integrations/*/
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(PROJECTS))
 SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 
-# Tests start thousands of Pythons, which must not compile the sources each anew; empty is: not set.
+# Tests start thousands of Pythons, which must not each compile the sources again; empty is: not set.
 export PYTHONDONTWRITEBYTECODE :=
 
 # What is installed is what uv.lock says, by pip or, with `make ... WITH_UV=1`, by uv. `NEWEST=1`: pip, without the lock.
