@@ -1,5 +1,6 @@
 """Rules of the whole suite: what one process has to run, and the last line about tests without recorded traces."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,12 @@ def pytest_configure() -> None:
     # A shell has what it starts in the background ignore SIGINT, and so would each program that a test interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # An example that takes long says something of the machine only.
+    with contextlib.suppress(ImportError):  # not in every environment that runs some of the tests
+        from hypothesis import settings
+
+        settings.register_profile("any-machine", deadline=None)
+        settings.load_profile("any-machine")
 
 
 @pytest.hookimpl(optionalhook=True)

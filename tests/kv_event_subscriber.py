@@ -56,14 +56,15 @@ class Subscriber:
         self.milliseconds = int(seconds * 1000)
         self.decode = msgspec.msgpack.Decoder(Batch).decode
 
-    def wait_until_subscribed(self, publish):
-        """Have something published until it arrives: what came before the subscription is lost."""
+    def wait_until_subscribed(self, publisher):
+        """Have it publish until the last batch so far arrives: what came before the subscription is lost."""
         for _ in range(2000):
-            publish()
-            if self.socket.poll(10):
-                break
-        while self.socket.poll(100):
-            self.socket.recv_multipart()
+            publisher.cleared()
+            while self.socket.poll(10):
+                number = int.from_bytes(self.socket.recv_multipart()[1], "big")
+                if number + 1 == publisher.report()["next_batch"]:
+                    return
+        raise AssertionError("nothing that is published arrives")
 
     def receive(self):
         assert self.socket.poll(self.milliseconds), "no batch came"

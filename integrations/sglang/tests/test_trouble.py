@@ -67,10 +67,10 @@ def test_a_tier_that_hangs_uses_up_the_deadline_of_a_call_and_no_more(serve, con
 
 
 def test_calls_about_several_pools_share_one_deadline_and_so_does_the_close(serve, config, redis_server):
-    """Four pools over a store that has stopped: a call takes one second, not four, and the close five, not twenty."""
+    """Four pools over a store that has stopped: a call takes three seconds, not twelve; the close five, not twenty."""
     config["secondary"] = [{"type": "redis", "url": redis_server.url, "processes": 1}]
     names = ["kv", "indexer", "swa", "draft"]
-    server = serve(mha_pool(), sidecars={name: mha_pool() for name in names[1:]}, deadline="1s")
+    server = serve(mha_pool(), sidecars={name: mha_pool() for name in names[1:]}, deadline="3s")
     keys = server.keys(1)
     transfers = [PoolTransfer(name=PoolName(name), keys=keys, host_indices=server.take(1, name)) for name in names]
     until = time.monotonic() + 60
@@ -82,10 +82,10 @@ def test_calls_about_several_pools_share_one_deadline_and_so_does_the_close(serv
                 transfer.keys = server.keys(1, seed=1)  # that a page is there is remembered
             begin = time.monotonic()
             assert call(transfers)["draft"] == [False]
-            assert 0.9 < time.monotonic() - begin < 3
+            assert 2.9 < time.monotonic() - begin < 9
         begin = time.monotonic()
         server.close()
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 15
 
 
 def test_no_mistake_of_a_caller_raises(serve, caplog):

@@ -53,14 +53,14 @@ class CheckTests:
         ("fault", "expected"),
         [
             (Fault(cut=0, reset=True), "CutOff: the connection ended in the middle of an answer"),
-            (Fault(first_byte=3.0), "Timeout: no answer in time"),
+            (Fault(first_byte=9.0), "Timeout: no answer in time"),
             (Fault(refusal(500, "InternalError")), "500 InternalError"),
         ],
         ids=["reset", "slow", "500"],
     )
     def test_a_connection_that_fails_at_the_start(self, config, between, through, fault, expected):
         between.script = lambda _: fault
-        assert expected in the_error(config(**through(between), timeout="1s"))
+        assert expected in the_error(config(**through(between), timeout="3s"))
 
     def test_an_endpoint_without_an_address(self, config):
         assert "NoAddress" in the_error(config(endpoint="http://nowhere.invalid"))

@@ -1,6 +1,6 @@
 """What an engine sees of an object store that goes wrong: the tests that its tiers share.
 
-A subclass gives the fixture ``proxied``: a tier in a host of its own with a time-out of a second or less, and the proxy
+A subclass gives the fixture ``proxied``: a tier in a host of its own with a time-out of two seconds, and the proxy
 before its server; and ``objects``, which writes (``put``) and reads (``get``) an object as another program does.
 """
 
@@ -26,7 +26,7 @@ PASSING = {
     "a reset before the answer": Fault(cut=0, reset=True),
     "a body that drips": Fault(drip=0.1),
     "what is no HTTP": Fault(b"hello\r\n\r\n"),
-    "no answer": Fault(first_byte=1.5),
+    "no answer": Fault(first_byte=4.0),
 }
 LASTING = {
     "no permission": Fault(refusal(403, "AccessDenied")),

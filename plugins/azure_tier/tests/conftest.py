@@ -98,7 +98,7 @@ def proxied(azurite, container):
     def config_of(proxy, **options):
         return configs(f"{proxy.endpoint}/{servers.ACCOUNT}", container)(**options)
 
-    with behind_proxy(azurite.port, config_of, timeout="700ms") as both:
+    with behind_proxy(azurite.port, config_of, timeout="2s") as both:
         yield both
 
 

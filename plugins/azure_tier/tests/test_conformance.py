@@ -5,23 +5,28 @@ import pytest
 from kvtiers.testing import ChunkStoreTests, TierPluginTests
 from kvtiers_azure.store import AzureStore
 
+# The server runs beside the tests: where both processors are busy, 64 requests at once take it more than 10 s.
+PATIENT = {"timeout": "60s", "connect_timeout": "60s", "deadline": "60s"}
+
 
 class TestAzureOnAzurite(ChunkStoreTests):
     store_class = AzureStore
+    patience = 70.0
 
     @pytest.fixture
     def open_store(self, config):
-        return partial(AzureStore, config())
+        return partial(AzureStore, config(**PATIENT))
 
 
 class TestAzureInPartsOnAzurite(ChunkStoreTests):
     """The larger values of the kit are moved in parts, and those of its killed writers."""
 
     store_class = AzureStore
+    patience = 70.0
 
     @pytest.fixture
     def open_store(self, config):
-        return partial(AzureStore, config(part_size="1MiB"))
+        return partial(AzureStore, config(part_size="1MiB", **PATIENT))
 
 
 class TestAzurePlugin(TierPluginTests):

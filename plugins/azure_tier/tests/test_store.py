@@ -94,11 +94,11 @@ def test_a_delete_by_a_signature_uses_the_same_authority_and_time_out(config, az
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     with Proxy(azurite.port, tls=tls) as proxy:
         where = {"endpoint": f"{proxy.endpoint}/devstoreaccount1", "ca_file": tmp_path / "ca.pem"}
-        store = AzureStore(config(sas=account_sas(), timeout="500ms", **where))
+        store = AzureStore(config(sas=account_sas(), timeout="3s", **where))
         store.write("a", value(1))
         store.delete(["a"])
         assert store.exists(["a"]) == [False]
-        proxy.script = lambda _request: Fault(first_byte=1.0)
+        proxy.script = lambda _request: Fault(first_byte=9.0)
         with pytest.raises(ObjectStoreBusyError, match="Timeout: no answer in time"):
             store.delete(["a"])
         store.close()

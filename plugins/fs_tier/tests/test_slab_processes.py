@@ -23,8 +23,11 @@ _WORKER = """
 import hashlib, mmap, random, sys
 from kvtiers.api import StoreFull
 from kvtiers_fs.config import FsConfig
+from kvtiers_fs.slab import evictor, segments, store as stores
 from kvtiers_fs.slab.store import SlabStore
 
+for module in (evictor, segments, stores):
+    module.LOCK_SECONDS = 60.0  # also where a busy machine keeps another process, which has the lock, waiting
 path, *numbers = sys.argv[1:]
 capacity, pages, seed, turns = map(int, numbers)
 store = SlabStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0, layout="slab"))

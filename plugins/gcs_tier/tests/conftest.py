@@ -97,7 +97,7 @@ def proxied(fake_gcs, bucket):
     def config_of(proxy, **options):
         return configs(proxy.endpoint, bucket)(**options)
 
-    with behind_proxy(fake_gcs.port, config_of, timeout="700ms") as both:
+    with behind_proxy(fake_gcs.port, config_of, timeout="2s") as both:
         yield both
 
 

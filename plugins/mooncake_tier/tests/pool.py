@@ -53,7 +53,10 @@ def pause(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
     def is_stopped(task: Path) -> bool:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        try:
+            return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:  # a thread that has just ended
+            return True
 
     wait_until(lambda: all(map(is_stopped, Path(f"/proc/{pid}/task").iterdir())), f"process {pid} is stopped")
 

@@ -1,5 +1,6 @@
 """The tier in a host of its own, as an engine has it: hangs, crashes, foreign bytes, and what is left."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -143,9 +144,10 @@ def _listening(pid: int) -> set[int]:
     """Return the ports on which a process listens."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        target = str(fd.readlink())
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            target = str(fd.readlink())
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -63,7 +63,7 @@ def test_threads_of_two_clients_find_each_others_values_byte_for_byte(opened, st
 
 def test_while_the_server_is_gone_calls_end_and_find_nothing_and_afterwards_they_do(opened, start):
     server = start()
-    client = opened(server, deadline="2s", connect_timeout="1s")
+    client = opened(server, deadline="5s", connect_timeout="1s")
     assert all(put(client, range(10)).stored)
     server.kill()
     begin = time.monotonic()

@@ -20,7 +20,8 @@ def kvtiers(tmp_path):
         config = tmp_path / "tiers.yaml"
         more = "".join(f"\n    {name}: {text}" for name, text in options.items())
         config.write_text(
-            f"version: 1\nnamespace: ns\nmodel: {{name: m, revision: r}}\nprimary: {{capacity: 8MiB}}\nsecondary:\n"
+            "version: 1\nnamespace: ns\nmodel: {name: m, revision: r}\nprimary: {capacity: 8MiB}\n"
+            "lookup_wait: 30s\nload_wait: 30s\nsecondary:\n"  # a busy machine's late answers are hits all the same
             f"  - type: redis\n    url: {url}{more}\n"
         )
         where = [str(config)] if command == "check" else ["--config", str(config)]
@@ -69,7 +70,7 @@ def report_of(said: str) -> dict:
 
 def test_what_an_engine_stored_the_next_one_loads_byte_for_byte(kvtiers, start):
     server, hits = start(), 0
-    for _ in range(8):  # on a busy machine an engine stores little, and waits for little of what is there
+    for _ in range(8):  # on a busy machine an engine stores little
         status, said = kvtiers("replay", server.url, *WORKLOAD)
         assert status == 0, said
         report = report_of(said)

@@ -103,7 +103,7 @@ def test_a_server_that_takes_no_connection_is_given_up_within_the_connect_timeou
 def test_a_late_reply_is_never_taken_for_another_calls(tier, start, names, value, read):
     """What a paused server answers when it goes on belongs to a connection that is not read any more."""
     server = start()
-    store = tier.open(server.url, timeout="1s")
+    store = tier.open(server.url, timeout="2s")
     one, other = names(2)
     store.write(one, value(1))
     store.write(other, value(2))
@@ -117,7 +117,7 @@ def test_a_late_reply_is_never_taken_for_another_calls(tier, start, names, value
 
 def test_the_deadline_of_the_tier_bounds_the_timeout(tier, start, names, value, read):
     server = start()
-    store = tier.open(server.url, timeout="1h", connect_timeout="1h", deadline="300ms")
+    store = tier.open(server.url, timeout="1h", connect_timeout="1h", deadline="2s")
     server.pause()
     for _ in range(2):  # on an idle connection, then while a new one logs in
         with pytest.raises(TRANSIENT):

@@ -5,12 +5,14 @@ import pytest
 from kvtiers.testing import ChunkStoreTests, TierPluginTests
 from kvtiers_s3.store import S3Store
 
-# The server runs beside the tests: where both processors are busy, 64 requests at once take it more than 10 s.
+# The server runs beside the tests: where both processors are busy, 64 requests at once take it more than 10 s, and one
+# that serves them one by one more than 30 s.
 PATIENT = {"timeout": "60s", "connect_timeout": "60s", "deadline": "60s"}
 
 
 class TestObstoreOnCeph(ChunkStoreTests):
     store_class = S3Store
+    patience = 70.0
 
     @pytest.fixture
     def open_store(self, config):
@@ -19,6 +21,7 @@ class TestObstoreOnCeph(ChunkStoreTests):
 
 class TestBoto3OnCeph(ChunkStoreTests):
     store_class = S3Store
+    patience = 70.0
 
     @pytest.fixture
     def open_store(self, config):
@@ -29,6 +32,7 @@ class TestObstoreAndPartsOnCeph(ChunkStoreTests):
     """The largest value of the kit is moved in two parts."""
 
     store_class = S3Store
+    patience = 70.0
 
     @pytest.fixture
     def open_store(self, config):
@@ -37,6 +41,7 @@ class TestObstoreAndPartsOnCeph(ChunkStoreTests):
 
 class TestObstoreOnMotoWithChecksums(ChunkStoreTests):
     store_class = S3Store
+    patience = 70.0
 
     @pytest.fixture
     def open_store(self, moto_config):
@@ -45,6 +50,7 @@ class TestObstoreOnMotoWithChecksums(ChunkStoreTests):
 
 class TestBoto3OnMotoWithChecksums(ChunkStoreTests):
     store_class = S3Store
+    patience = 70.0
 
     @pytest.fixture
     def open_store(self, moto_config):

@@ -140,6 +140,38 @@ class HealthyEveryAbility(EveryAbility):
     pass
 
 
+class Server(Folder):
+    """It has all of what a killed process has sent, and ends that while another process already uses the store."""
+
+    def sent(self, process):
+        return self.folder / f".sent-{process}"
+
+    def write(self, name, src):
+        self.sent(os.getpid()).mkdir(exist_ok=True)
+        (self.sent(os.getpid()) / self.path(name).name).write_bytes(src)
+        super().write(name, src)
+
+    def end_others_writes(self, name):
+        for folder in {*self.folder.glob(".sent-*")} - {self.sent(os.getpid())}:
+            with suppress(FileNotFoundError):
+                (folder / self.path(name).name).replace(self.path(name))
+
+
+@caught_by()
+class EndsAKilledWritersWriteAfterTheNextOne(Server):
+    def write(self, name, src):
+        super().write(name, src)
+        self.end_others_writes(name)
+
+
+@caught_by()
+class EndsAKilledWritersWriteAfterADelete(Server):
+    def delete(self, names):
+        super().delete(names)
+        for name in names:
+            self.end_others_writes(name)
+
+
 # Values.
 
 

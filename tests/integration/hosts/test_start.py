@@ -1,7 +1,9 @@
 """How hosts start, what they are sent and what they inherit, and what a tier that is not there costs."""
 
+import contextlib
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -210,6 +212,19 @@ def test_a_host_name_that_is_also_a_tiers_name_does_not_make_it_share(start, fau
 # -- what a host gets
 
 
+def of_each(folder, what):
+    """What this gives for each entry of a folder, but for those that have gone since it was listed."""
+    found = []
+    for entry in Path(folder).iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.append(what(entry))
+    return found
+
+
+def of_each_thread(pid, what):
+    return of_each(f"/proc/{pid}/task", lambda task: what(int(task.name)))
+
+
 def test_a_host_runs_on_the_processors_that_it_is_given(start, faulty):
     allowed = sorted(os.sched_getaffinity(0))
     engine = start(faulty(cpus=allowed[:1]))
@@ -236,6 +251,7 @@ def test_secrets_travel_neither_on_the_command_line_nor_in_the_environment(start
 def test_a_host_inherits_the_engines_environment_unchanged(start, faulty, monkeypatch):
     monkeypatch.setenv("AWS_PROFILE", "test")
     engine = start(faulty())
+    engine.until_available()  # a program that has just begun seems to have none
     environment = Path(f"/proc/{engine.host()}/environ").read_bytes().split(b"\0")
     expected = {f"{name}={value}".encode() for name, value in os.environ.items()}
     assert {entry for entry in expected if not entry.startswith(b"PYTEST")} <= set(environment)
@@ -247,7 +263,7 @@ def test_a_host_has_no_descriptor_of_the_engine_but_its_two(start, faulty, tmp_p
         os.set_inheritable(file.fileno(), True)
         engine = start(faulty())
         engine.until_available()
-        links = [str(fd.readlink()) for fd in Path(f"/proc/{engine.host()}/fd").iterdir()]
+        links = of_each(f"/proc/{engine.host()}/fd", lambda fd: str(fd.readlink()))
     assert not [link for link in links if "engines own" in link]
     assert sum("socket:" in link for link in links) == 1
     assert not [link for link in links if "memfd" in link], "mapped, and closed"
@@ -256,23 +272,20 @@ def test_a_host_has_no_descriptor_of_the_engine_but_its_two(start, faulty, tmp_p
 def test_a_host_does_not_put_the_engine_off_its_processor(start, faulty):
     engine = start(faulty())
     engine.until_available()
-    tasks = [int(task.name) for task in Path(f"/proc/{engine.host()}/task").iterdir()]
-    assert {os.sched_getscheduler(task) for task in tasks} == {os.SCHED_BATCH}
+    assert set(of_each_thread(engine.host(), os.sched_getscheduler)) == {os.SCHED_BATCH}
 
 
 @pytest.mark.parametrize(("options", "below"), [({}, 5), ({"nice": 0}, 0), ({"nice": 10}, 10)])
 def test_a_host_gives_way_to_the_engine_as_far_as_its_options_say(start, faulty, options, below):
     engine = start(faulty(**options))
     engine.until_available()
-    tasks = [int(task.name) for task in Path(f"/proc/{engine.host()}/task").iterdir()]
-    assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {min(19, os.nice(0) + below)}
+    assert set(of_each_thread(engine.host(), partial(os.getpriority, os.PRIO_PROCESS))) == {min(19, os.nice(0) + below)}
 
 
 def test_a_host_that_gives_way_in_nothing_is_no_batch_process(start, faulty):
     engine = start(faulty(nice=0))
     engine.until_available()
-    tasks = [int(task.name) for task in Path(f"/proc/{engine.host()}/task").iterdir()]
-    assert {os.sched_getscheduler(task) for task in tasks} == {os.SCHED_OTHER}
+    assert set(of_each_thread(engine.host(), os.sched_getscheduler)) == {os.SCHED_OTHER}
 
 
 def test_a_host_that_tiers_share_gives_way_as_little_as_one_of_them_wants(start, faulty):
@@ -281,14 +294,15 @@ def test_a_host_that_tiers_share_gives_way_as_little_as_one_of_them_wants(start,
     assert os.getpriority(os.PRIO_PROCESS, engine.host("one")) == min(19, os.nice(0) + 3)
 
 
-def test_a_host_loads_no_numpy_and_few_threads(start, faulty):
+def test_a_host_loads_no_numpy_and_few_threads(start, faulty, machine):
     """Every library there is times the number of tiers, in memory."""
     engine = start(faulty(threads=2))
     engine.until_available()
     maps = Path(f"/proc/{engine.host()}/maps").read_text()
     assert "numpy" not in maps
     assert "_yaml" not in maps
-    assert len(list(Path(f"/proc/{engine.host()}/task").iterdir())) <= 5
+    threads = Path(f"/proc/{engine.host()}/task")
+    machine.wait_until(lambda: len(list(threads.iterdir())) <= 5, "the end of those that opened the store")
 
 
 # -- replicas

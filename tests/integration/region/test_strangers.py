@@ -171,7 +171,7 @@ def test_a_process_of_the_same_user_that_connects_in_a_loop_costs_the_engine_nex
     tries = other.do(
         "import time\n"
         "tries, until = 0, time.monotonic() + 1\n"
-        "while time.monotonic() < until:\n"
+        "while tries <= 1000 or time.monotonic() < until:\n"
         "    with socket.socket(socket.AF_UNIX) as sock:\n"
         "        sock.setblocking(False)\n"
         "        try:\n"
@@ -183,7 +183,7 @@ def test_a_process_of_the_same_user_that_connects_in_a_loop_costs_the_engine_nex
         "tries"
     )
     seconds, work, accepted = manager.do("[time.monotonic() - began, time.clock_gettime(clock) - work, len(accepted)]")
-    assert tries > 1000
+    assert tries > 1000, "however long a busy machine takes for so many"
     assert accepted <= 1000 * seconds + 200
     assert work < 0.1 * seconds, "processor time of the engine's side"
     rank.do("join.close()")

@@ -44,7 +44,7 @@ def subscribed():
 
     def subscribe(publisher, **options):
         made.append(Subscriber(publisher.report()["endpoint"], publisher.report()["topic"], **options))
-        made[-1].wait_until_subscribed(publisher.cleared)
+        made[-1].wait_until_subscribed(publisher)
         return made[-1]
 
     yield subscribe
@@ -191,7 +191,7 @@ def test_without_a_subscriber_nothing_is_kept_beyond_the_replay_buffer(opened):
     for number in range(1000):
         publisher.take([stored(number)])
     last = Subscriber(publisher.report()["endpoint"])
-    last.wait_until_subscribed(publisher.cleared)
+    last.wait_until_subscribed(publisher)
     assert publisher.report()["dropped_chunks"] == publisher.report()["waiting_blocks"] == 0
     assert len(publisher._sockets._buffer) == 5
     last.close()

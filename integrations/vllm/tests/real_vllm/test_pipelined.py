@@ -92,7 +92,7 @@ def test_after_a_reset_it_is_loaded_again(engine, right):
 
 
 def test_what_has_not_come_in_time_is_computed_after_what_has(start, model, store, right):
-    engine = start(model, whole_stack(slow(store), waits=PATIENT | {"load_wait": "0.5s"}))
+    engine = start(model, whole_stack(slow(store), waits=PATIENT | {"load_wait": "1.2s"}))
     engine.do("cut_jobs", chunks=2)
     right(engine, FIRST)
     assert begun(engine) == 1
@@ -109,7 +109,7 @@ def test_two_ranks_copy_the_same_parts_and_miss_the_same_blocks(start, model, tm
     first = start(model, whole_stack(fs(path)), **TWO_RANKS)
     assert right(first, FIRST) == [0]
     first.shutdown()
-    engine = start(model, whole_stack(slow(path), waits=PATIENT | {"load_wait": "0.5s"}), **TWO_RANKS)
+    engine = start(model, whole_stack(slow(path), waits=PATIENT | {"load_wait": "1.2s"}), **TWO_RANKS)
     engine.do("cut_jobs", chunks=2)
     right(engine, FIRST)
     assert begun(engine) == 1

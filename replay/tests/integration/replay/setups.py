@@ -28,11 +28,20 @@ def config(*tiers: dict, **options) -> OffloadConfig:
 def descendants(pid: int) -> dict[int, str]:
     """The command lines of all processes that this one has started, by process id, and of those that they have."""
     found: dict[int, str] = {}
+    for child in children(pid):
+        with contextlib.suppress(OSError):  # it has just ended
+            found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        found |= descendants(child)
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one has started itself."""
+    found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found |= descendants(child)
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                found += map(int, (task / "children").read_text().split())
     return found
 
 

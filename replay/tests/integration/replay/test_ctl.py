@@ -67,11 +67,19 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.process = start(folder)
-        wait_until(lambda: self.status() and self.status()["tiers"]["memory"]["stored_chunks"])
+        wait_until(lambda: self.status()["tiers"]["memory"]["stored_chunks"])
 
     def status(self) -> dict:
-        done = CliRunner().invoke(cli, ["status", "--json"])
-        return next((one for one in json.loads(done.stdout or "[]") if one["pid"] == self.process.pid), {})
+        """Its answer; a busy machine's may come too late for one question."""
+        found: list[dict] = []
+
+        def answers() -> bool:
+            done = CliRunner().invoke(cli, ["status", "--json"])
+            found.extend(one for one in json.loads(done.stdout or "[]") if one["pid"] == self.process.pid)
+            return bool(found)
+
+        wait_until(answers)
+        return found[0]
 
     def ctl(self, *arguments: object) -> dict:
         """Send a command; its answer, which is no refusal."""

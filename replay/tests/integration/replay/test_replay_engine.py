@@ -64,12 +64,13 @@ def test_a_directory_that_does_not_answer_any_more_costs_hits_and_nothing_else(w
                 os.kill(pid, signal.SIGSTOP)
             stopped.update(new)
 
-    def run(name, progress):
+    def run(name, progress, **waits):
         tier = {"type": "fs", "path": str(tmp_path / name), "capacity": "1GiB", "deadline": "4s", "grace": "200ms"}
         tier["processes"] = 1  # all of its hosts are to hang, whatever the machine
-        return replay(config(tier, lookup_wait="100ms", load_wait="500ms"), workload, options, progress=progress)
+        return replay(config(tier, **waits), workload, options, progress=progress)
 
-    good, hung = run("good", lambda _progress: None), run("hung", hang)
+    good = run("good", lambda _progress: None)
+    hung = run("hung", hang, lookup_wait="100ms", load_wait="500ms")
     assert stopped
     assert hung.requests == good.requests == len(workload.requests)
     assert hung.wrong_bytes == 0
@@ -127,7 +128,7 @@ def test_a_wish_to_stop_gives_the_report_so_far(workload) -> None:
 def test_nothing_is_left_running_after_a_replay(workload) -> None:
     before = set(threading.enumerate())
     replay(config(MEMORY, MEMORY_ASYNC), workload, ReplayOptions())
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_config_with_a_model_of_its_own_is_replayed_under_that_name(workload) -> None:

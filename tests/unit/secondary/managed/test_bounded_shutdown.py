@@ -112,7 +112,8 @@ def test_a_drain_that_hangs_is_left_behind_and_the_tier_asked_nothing_more(kit, 
     assert log_lines("dropped") == "t: shutdown within 0.1s dropped 1 jobs with 4 chunks"
 
 
-def test_a_drain_that_takes_all_its_time_is_none_that_hangs(kit, sealed, keys):
+def test_a_drain_that_takes_all_its_time_is_none_that_hangs(kit, sealed, keys, monkeypatch):
+    monkeypatch.setattr("kvtiers.secondary.managed.sealed_tier._LATE_SECONDS", kit.PATIENCE)
     tier, inner = sealed()
     tier.submit_store(job(keys))
     handed_over(kit, tier, inner)

@@ -28,7 +28,7 @@ from kvtiers.testing.running import (
 
 __all__ = ["FailureTests", "LifeTests"]
 
-_SETTLING_SECONDS = 3.0
+_SETTLING_SECONDS = 8.0
 _BYTES = 1024 * PAGE  # long enough that a kill at any moment is most likely within a write
 
 
@@ -92,11 +92,20 @@ class LifeTests(StoreTestBase):
         kill_while_writing(open_store, written, _BYTES, part=0.5, patience=self.patience)
 
         def use() -> None:
+            # A server may still finish what the killed writer had sent, of each name one value at most: what has come
+            # in between so is written over, or deleted, once more.
             store = stores.open()
             for seed, name in enumerate(written):
-                write(memory, store, name, pattern(seed, _BYTES))
-                same_bytes(read(memory, store, name, _BYTES) or b"", pattern(seed, _BYTES), "the next writer's value")
+                content = pattern(seed, _BYTES)
+                write(memory, store, name, content)
+                found = read(memory, store, name, _BYTES) or b""
+                if found and is_one_version(found):
+                    write(memory, store, name, content)
+                    found = read(memory, store, name, _BYTES) or b""
+                same_bytes(found, content, "the next writer's value")
             store.delete(written)
+            if any(store.exists(written)):
+                store.delete(written)
             assert not any(store.exists(written))
 
         where = call_within(self.patience, use)
