@@ -9,11 +9,11 @@ import contextlib
 import difflib
 import functools
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, distributions
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -123,7 +123,7 @@ def _installed(group: str) -> list[EntryPoint]:
 def _changed(place: str) -> int:
     """Return when something was added to a folder of ``sys.path`` or removed from it; 0 for one that is not there."""
     try:
-        return os.stat(place or os.curdir).st_mtime_ns
+        return Path(place).stat().st_mtime_ns
     except (OSError, ValueError):
         return 0
 
