@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtiers._failures import error_text
 from kvtiers.api import ConfigError
@@ -39,9 +39,11 @@ from kvtiers.api.units import format_size
 from kvtiers.layout.storage_name import check_tenant
 from kvtiers.region.connection import AcceptRate
 from kvtiers.region.handshake import peer_credentials
-from kvtiers.tiering.commands import Command, CommandRefused
-from kvtiers.tiering.engine_side import LiveSide
-from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.command_queue import Command, CommandRefused
+
+if TYPE_CHECKING:  # the command line, which has this module for what it sends, has no engine
+    from kvtiers.tiering.engine_side import LiveSide
+    from kvtiers.tiering.manager import TieringManager
 
 __all__ = ["CONTROL_FORMAT", "Action", "CommandRefused", "ControlSocket", "EngineActions", "Request", "send_command"]
 
@@ -131,7 +133,7 @@ class Request:
 class EngineActions:
     """The actions of an engine with a tiering manager."""
 
-    def __init__(self, manager: TieringManager, model: str) -> None:
+    def __init__(self, manager: "TieringManager", model: str) -> None:
         self._manager = manager
         self._model = model
         self._commands = manager.commands
@@ -221,7 +223,7 @@ class EngineActions:
 class _WarmUpActions:
     """The actions of a warm-up: its begin, its keys (also none of them, to ask how far it is), and its end."""
 
-    def __init__(self, manager: TieringManager, in_step: Callable[..., Mapping[str, Any]]) -> None:
+    def __init__(self, manager: "TieringManager", in_step: Callable[..., Mapping[str, Any]]) -> None:
         self._manager = manager
         self._operations = manager.operations
         self._in_step = in_step
@@ -269,7 +271,7 @@ def _so_far(done: Mapping[str, Any]) -> str:
 class _LiveActions:
     """The actions that change a config's options and tiers. ``in_step``: as in ``EngineActions``."""
 
-    def __init__(self, live: LiveSide, in_step: Callable[..., Mapping[str, Any]]) -> None:
+    def __init__(self, live: "LiveSide", in_step: Callable[..., Mapping[str, Any]]) -> None:
         self._live = live
         self._in_step = in_step
 
