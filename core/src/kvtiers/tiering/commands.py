@@ -1,4 +1,4 @@
-"""What each of an operator's commands does to a running engine, on its thread at the begin of a step."""
+"""An operator's commands to a running engine: work for the engine's thread at the begin of a step."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
