@@ -10,7 +10,7 @@ the one of now, for one release.
 
 A primary tier's memory is taken when vLLM builds its scheduler, minutes later and in another process, whose failure
 fills the log. The sizes are known as soon as vLLM has made its config from its arguments, so the same sum is checked
-there.
+there. And the types of the whole stack's tiers are noted in it, for the figures that each process makes of them.
 """
 
 import logging
