@@ -34,7 +34,7 @@ from kvtiers._failures import error_text
 from kvtiers.api.keys import OffloadKey
 from kvtiers.region.connection import AcceptRate
 from kvtiers.region.handshake import peer_credentials
-from kvtiers.tiering.commands import CommandRefused
+from kvtiers.tiering.command_queue import CommandRefused
 
 __all__ = ["CONTROL_FORMAT", "LATE_SECONDS", "Action", "CommandRefused", "ControlSocket", "Request", "send_command"]
 

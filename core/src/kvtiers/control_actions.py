@@ -15,7 +15,7 @@ from kvtiers.api import ConfigError
 from kvtiers.api.units import format_size
 from kvtiers.control import LATE_SECONDS, Action, Request
 from kvtiers.layout.storage_name import check_tenant
-from kvtiers.tiering.commands import Command, CommandRefused
+from kvtiers.tiering.command_queue import Command, CommandRefused
 from kvtiers.tiering.engine_side import LiveSide
 from kvtiers.tiering.manager import TieringManager
 

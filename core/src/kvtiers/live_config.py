@@ -19,7 +19,7 @@ from kvtiers.host.messages import Limits
 from kvtiers.plugins import load_tier
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tier_set import TierSet
-from kvtiers.tiering.commands import CommandRefused
+from kvtiers.tiering.command_queue import CommandRefused
 from kvtiers.tiering.engine_side import InStep
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager

@@ -7,10 +7,13 @@ never stops another.
 
 import contextlib
 import difflib
+import functools
 import logging
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, distributions
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -35,6 +38,7 @@ __all__ = [
 
 EVICTION_GROUP = "kvtiers.eviction"
 
+_GROUPS = "kvtiers."
 _HOOK = "kvtiers_tier"
 _log = logging.getLogger("kvtiers.plugins")
 _warned: set[str] = set()
@@ -113,13 +117,30 @@ def load_command(name: str) -> CommandPlugin:
 
 
 def _installed(group: str) -> list[EntryPoint]:
+    return [entry for entry in _entries(tuple((place, _changed(place)) for place in sys.path)) if entry.group == group]
+
+
+def _changed(place: str) -> int:
+    """Return when something was added to a folder of ``sys.path`` or removed from it; 0 for one that is not there."""
+    try:
+        return Path(place).stat().st_mtime_ns
+    except (OSError, ValueError):
+        return 0
+
+
+@functools.lru_cache(maxsize=1)
+def _entries(places: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
+    """Return the entry points of all groups of ours, by name. Reading them of 150 distributions takes 10 ms.
+
+    ``places``: the folders of ``sys.path``, so that a distribution that has been installed since is found.
+    """
     # importlib.metadata.entry_points() raises for all distributions if one has a malformed file.
-    found: dict[tuple[str, str], EntryPoint] = {}
-    for distribution in distributions():
+    found: dict[tuple[str, str, str], EntryPoint] = {}
+    for distribution in distributions(path=[place for place, _ in places]):
         with plugin_boundary() as boundary:
             for entry in distribution.entry_points:
-                if entry.group == group:
-                    key = (entry.name, re.sub(r"[-_.]+", "-", distribution.name).lower())
+                if entry.group.startswith(_GROUPS):
+                    key = (entry.name, re.sub(r"[-_.]+", "-", distribution.name).lower(), entry.group)
                     found.setdefault(key, entry)  # the same distribution further down the path is shadowed
         if boundary.error:  # the others are fine
             _log.warning("entry points of an installed distribution cannot be read: %s", boundary.error)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers._process import hold_standard_descriptors
@@ -38,8 +38,9 @@ from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager, Tracing
 from kvtiers.tiering.recorder import Recorder
-from kvtiers.what_if.keys_only import Case, CaseTier
-from kvtiers.what_if.what_if_thread import WhatIf
+
+if TYPE_CHECKING:
+    from kvtiers.what_if.what_if_thread import WhatIf
 
 __all__ = ["EngineFacts", "begin_memory", "open_manager", "open_worker"]
 
@@ -288,10 +289,14 @@ def _tracing(config: OffloadConfig, layout: CacheLayout, engine_id: str, undo: c
     return traced(queue, writer.close)
 
 
-def _what_if(config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> WhatIf | None:
+def _what_if(config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> "WhatIf | None":
     """Return shadow caches of the group by which prompts are measured; the groups have equal parts of the rows."""
     if not config.what_if:
         return None
+    # Imported here: nothing of it is loaded where it is off.
+    from kvtiers.what_if.keys_only import Case, CaseTier
+    from kvtiers.what_if.what_if_thread import WhatIf
+
     groups = range(len(layout.groups))
     values = sum(layout.value_bytes(group) for group in groups)
     rows, capacity = max(1, region.num_rows // len(groups)), region.num_rows * region.row_stride

@@ -22,7 +22,6 @@ from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.secondary.host_pool import HostPool, PooledHost
-from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.managed.sealed_tier import SealedTier
 from kvtiers.secondary.placement import HostedRegion, TierHosts, host_count, share_of
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -211,6 +210,8 @@ class TierSet:
         if config.io == "process":
             name = config.tier_name
             _log.warning("%s: no tier host, since none could map this region: its io is 'thread'", name)
+        from kvtiers.secondary.in_process import InProcessBackend  # late: it loads all that a tier host does
+
         opener = self._opener(plugin, config, ChunkStore)
         backend = InProcessBackend(
             config, opener, self._views, self._names, self._rows.sizes, self._described, self._encryption

@@ -17,7 +17,7 @@ from kvtiers.config import EventsConfig
 from kvtiers.kv_events.naming import GroupFacts
 from kvtiers.kv_events.publisher import EventPublisher
 from kvtiers.layout.cache_layout import ModelIdentity
-from kvtiers.tiering.commands import Command
+from kvtiers.tiering.command_queue import Command
 from kvtiers.types import ChunkBlocks, OffloadEvent
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kv_events.py"

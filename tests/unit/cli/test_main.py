@@ -38,6 +38,12 @@ def test_the_help_imports_no_command():
     }
 
 
+def test_commands_that_ask_an_engine_load_nothing_of_one():
+    loaded = loaded_by("import kvtiers.cli.status, kvtiers.cli.top, kvtiers.cli.ctl")
+    assert "kvtiers.control" in loaded
+    assert not loaded & {"numpy", "kvtiers.tiering.manager", "kvtiers.primary", "kvtiers.secondary"}
+
+
 def test_the_help_lists_every_command(run):
     result = run("--help")
     assert result.exit_code == 0

@@ -84,6 +84,15 @@ def test_a_malformed_distribution_does_not_stop_another(distributions, entry_poi
     assert plugins.load_tier("good").name == "good"
 
 
+def test_the_distributions_are_read_once_and_again_when_one_was_installed(distributions, caplog):
+    distributions.install("a-malformed", "[kvtiers.tiers]\nnot a pair\n")
+    distributions.install_tier("good", GOOD)
+    assert plugins.installed_tiers() == plugins.installed_tiers()
+    (_,) = [line for line in caplog.messages if "cannot be read" in line]
+    distributions.install_tier("later", GOOD.replace('"good"', '"later"'))
+    assert plugins.load_tier("later").name == "later"
+
+
 def test_a_misspelled_hook_is_named_with_the_right_one(distributions):
     distributions.install_tier("bad", GOOD.replace("def kvtiers_tier", "def kvtiers_teir"))
     assert (

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvtiers.api import LookupResult, make_offload_key
-from kvtiers.tiering.commands import Command, CommandQueue, CommandRefused
+from kvtiers.tiering.command_queue import Command, CommandQueue, CommandRefused
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
 from .harness import Bench, FaultyTier, chain

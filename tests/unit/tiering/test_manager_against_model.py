@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtiers.api import JobResult
-from kvtiers.tiering.commands import Command
+from kvtiers.tiering.command_queue import Command
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.load_or_recompute import LATE
 from kvtiers.types import RequestContext

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from kvtiers.tiering.commands import CommandRefused
+from kvtiers.tiering.command_queue import CommandRefused
 from kvtiers.types import RequestContext
 
 from .harness import ROW_BYTES, Bench, chain

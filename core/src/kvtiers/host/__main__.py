@@ -8,6 +8,7 @@ process is stopped (POSIX, "Consequences of Process Termination"). SIGHUP ends t
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -31,8 +32,11 @@ def main() -> None:
     keep_little()
     with contextlib.suppress(RuntimeError, OSError):  # no stderr to write to
         faulthandler.enable()
+    gc.disable()  # what is loaded stays: looking through it over and over is a tenth of a host's start
     from kvtiers.host.process import TierHost
 
+    gc.freeze()
+    gc.enable()
     TierHost(socket_fd, region_fd).run()
 
 

@@ -47,7 +47,7 @@ from kvtiers.region.region import AnonymousRegion
 __all__ = ["JoinState", "JoinStatus", "RegionJoin"]
 
 _log = logging.getLogger("kvtiers.region")
-_FIRST_DELAY, _LONGEST_DELAY = 0.005, 0.1
+_FIRST_DELAY, _LONGEST_DELAY = 0.005, 0.02  # the engine's start waits for the ranks
 _STOP_SECONDS = 10.0
 
 JoinState: TypeAlias = Literal["joining", "ready", "refused", "lost", "closed"]

@@ -25,7 +25,8 @@ from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
-from kvtiers.tiering.commands import CommandQueue, Operations, Parts
+from kvtiers.tiering.command_queue import CommandQueue
+from kvtiers.tiering.commands import Operations, Parts
 from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions

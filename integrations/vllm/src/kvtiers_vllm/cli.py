@@ -13,7 +13,8 @@ from kvtiers.config import OffloadConfig, load_config
 from kvtiers.config.models import BudgetConfig, PrimaryConfig
 from kvtiers.config.yaml_text import parse_yaml
 from kvtiers.plugins import load_tier
-from kvtiers_vllm.own_tiering.options import OPTIONS_KEY, PREFIX, load_tier_options
+from kvtiers_vllm.own_tiering.options import OPTIONS_KEY, load_tier_options
+from kvtiers_vllm.own_tiering.tier_names import PREFIX
 from kvtiers_vllm.stack.options import CONFIG_KEY, CONNECTOR_NAME, load_stack_config
 
 __all__ = ["NO_CONFIG", "stack_config", "transfer_config", "vllm_config"]

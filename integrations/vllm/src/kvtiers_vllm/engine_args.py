@@ -10,7 +10,7 @@ the one of now, for one release.
 
 A primary tier's memory is taken when vLLM builds its scheduler, minutes later and in another process, whose failure
 fills the log. The sizes are known as soon as vLLM has made its config from its arguments, so the same sum is checked
-there.
+there. And the types of the whole stack's tiers are noted in it, for the figures that each process makes of them.
 """
 
 import logging
@@ -22,10 +22,18 @@ from typing import Any
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ConfigError, StartError
+from kvtiers_vllm.own_tiering.tier_names import tier_names
 from kvtiers_vllm.releases import require_whole_stack
-from kvtiers_vllm.stack.options import CONFIG_KEY, CONNECTOR_NAME, SPEC_NAME, VARIABLE, load_stack_config
+from kvtiers_vllm.stack.options import (
+    CONFIG_KEY,
+    CONNECTOR_NAME,
+    SPEC_NAME,
+    VARIABLE,
+    load_stack_config,
+    note_tier_types,
+)
 
-__all__ = ["prepare_engine_args", "refuse_large_primary"]
+__all__ = ["examine_config", "prepare_engine_args", "refuse_large_primary"]
 
 _log = logging.getLogger("kvtiers.vllm")
 
@@ -51,6 +59,15 @@ def prepare_engine_args(args: Any, version: str) -> None:
         raise ConfigError([f"{VARIABLE}: {problem}" for problem in error.problems]) from None
     require_whole_stack(version)
     args.kv_transfer_config = _transfer_config(extra)
+
+
+def examine_config(vllm_config: Any) -> None:
+    """Refuse primaries that do not fit, and record the types of the whole stack's tiers. ``vllm_config``: vLLM's."""
+    refuse_large_primary(vllm_config)
+    extra = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector_extra_config", None)
+    if isinstance(extra, dict):
+        with plugin_boundary():  # problems of the config are reported where it is read for use
+            note_tier_types(extra)
 
 
 def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | None] | None = None) -> None:
@@ -87,8 +104,6 @@ def _primary_of(extra: Mapping[str, Any]) -> tuple[str, int]:
         primary = load_config(given).primary
         # Huge pages are counted apart.
         return "primary.capacity", primary.capacity if primary.huge_pages == "off" else 0
-    from kvtiers_vllm.own_tiering.options import tier_names
-
     return "cpu_bytes_to_use", int(extra.get("cpu_bytes_to_use") or 0) if tier_names(extra) else 0
 
 

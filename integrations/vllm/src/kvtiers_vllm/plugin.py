@@ -14,8 +14,8 @@ from kvtiers._failures import plugin_boundary
 from kvtiers.api import StartError
 from kvtiers.plugins import installed_tiers
 from kvtiers_vllm import compat
-from kvtiers_vllm.engine_args import prepare_engine_args, refuse_large_primary
-from kvtiers_vllm.own_tiering.options import PREFIX
+from kvtiers_vllm.engine_args import examine_config, prepare_engine_args
+from kvtiers_vllm.own_tiering.tier_names import PREFIX
 from kvtiers_vllm.stack.memory import begin_memory_of
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, VARIABLE
 
@@ -59,7 +59,7 @@ def _follow_engine_args(version: str) -> None:
     """Make engines of this process follow the environment, and the old spelling."""
     from vllm.engine.arg_utils import EngineArgs
 
-    compat.wrap_engine_args(EngineArgs, lambda args: prepare_engine_args(args, version), refuse_large_primary, version)
+    compat.wrap_engine_args(EngineArgs, lambda args: prepare_engine_args(args, version), examine_config, version)
 
 
 def _begin_memory_early(version: str) -> None:

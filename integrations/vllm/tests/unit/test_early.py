@@ -6,7 +6,9 @@ import pytest
 
 from kvtiers.api import StartError
 from kvtiers_vllm import compat
-from kvtiers_vllm.engine_args import refuse_large_primary
+from kvtiers_vllm.engine_args import examine_config, refuse_large_primary
+from kvtiers_vllm.plugin_figures import plugin_gauges
+from kvtiers_vllm.stack.options import noted_tier_types
 
 from . import fake_vllm
 
@@ -90,3 +92,21 @@ def test_vllms_own_primary_is_not_ours_to_check_without_a_tier_of_ours(engine_ar
     for config in (own_tiering(1 << 50, "fs"), own_tiering(1 << 50), own_tiering(1 << 20, "kvtiers-fs")):
         assert engine_args(config).create_engine_config() is config
     refuse_large_primary(own_tiering("a word", "kvtiers-fs"))
+
+
+def test_the_tier_types_are_those_of_the_config_as_vllm_made_its_own_whatever_the_file_says_later(tmp_path):
+    file = tmp_path / "tiers.yaml"
+    text = "version: 1\nprimary: {capacity: 1MiB}\nsecondary: [{type: memory, capacity: 1MiB}]\n"
+    file.write_text(text)
+    config = made(kvtiers_config=str(file))
+    examine_config(config)
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    file.write_text(text.replace("memory", f"fs, path: {tmp_path}"))
+    assert noted_tier_types(extra) == ("memory",)
+    assert plugin_gauges(("memory",)).keys() < plugin_gauges().keys()
+
+
+def test_where_no_tier_types_were_noted_all_that_are_installed_count():
+    config = made(kvtiers_config="/no/such/file.yaml")
+    examine_config(config)
+    assert noted_tier_types(config.kv_transfer_config.kv_connector_extra_config) is None

@@ -1,6 +1,8 @@
 """What vLLM calls at the start of each of its processes: everything is there by name, and nothing else has changed."""
 
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -90,3 +92,10 @@ def test_a_vllm_that_starts_otherwise_is_left_alone_with_one_line_unless_it_is_t
     monkeypatch.setenv(VARIABLE, "/etc/kvtiers/tiers.yaml")
     with pytest.raises(StartError, match=r"EngineArgs\.create_engine_config takes \(self, something\)"):
         register()
+
+
+def test_a_process_of_a_vllm_that_does_not_use_kvtiers_loads_no_config_and_nothing_of_the_stack():
+    code = "import sys, kvtiers_vllm.plugin; print(*{name for name in sys.modules if name.startswith('kvtiers')})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    core = {name.split(".")[1] for name in loaded if name.startswith("kvtiers.")}
+    assert core == {"_failures", "_version", "api", "plugins"}

@@ -6,12 +6,14 @@ vLLM gets counters as increments since the last report, gauges as values.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtiers.metrics import TIER_HELP, TierMetrics
 from kvtiers.status import StatusSocket, Troubles, answer_status
-from kvtiers_vllm.own_tiering.build import OpenedTier
-from kvtiers_vllm.plugin_figures import OTHERS, plugin_gauges, plugin_values
+from kvtiers_vllm.plugin_figures import OTHERS, Types, plugin_gauges, plugin_values
+
+if TYPE_CHECKING:
+    from kvtiers_vllm.own_tiering.build import OpenedTier
 
 __all__ = [
     "COUNTERS",
@@ -63,11 +65,15 @@ _KNOWN = frozenset((*COUNTERS, *GAUGES))
 
 
 def tier_definitions(
-    counter: Callable[..., Any], gauge: Callable[..., Any], counters: Mapping[str, str], gauges: Mapping[str, str]
+    counter: Callable[..., Any],
+    gauge: Callable[..., Any],
+    counters: Mapping[str, str],
+    gauges: Mapping[str, str],
+    types: Types = None,
 ) -> dict[str, Any]:
-    """Return the definitions of a tier's figures: these, and those of the installed tiers' own stores."""
+    """Return the definitions of a tier's figures: these, and those of the own stores of these tier types."""
     found = {name: counter(text, LABELS) for name, text in counters.items()}
-    found |= {name: gauge(text, LABELS) for name, text in plugin_gauges().items()}
+    found |= {name: gauge(text, LABELS) for name, text in plugin_gauges(types).items()}
     found |= {name: gauge(text, LABELS) for name, text in gauges.items()}
     return found | {OTHERS: gauge("A figure of the tier's own store.", (*LABELS, "figure"))}
 
@@ -84,11 +90,12 @@ class _Stats(Protocol):
 
 @dataclass(slots=True)
 class TierFigures:
-    """One tier's figures, and those reported last. ``collection``: vLLM's class for changes."""
+    """One tier's figures, and those reported last. ``collection``: vLLM's class for changes; ``types``: the tier's."""
 
-    opened: OpenedTier
+    opened: "OpenedTier"
     collection: Callable[[], _Stats]
     clock: Callable[[], float] = time.monotonic
+    types: Types = None
     _next: float = 0.0
     _reported: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
 
@@ -125,10 +132,10 @@ class TierFigures:
             value = extra.get(name, own.get(name, getattr(driver.metrics, name, None)))
             if isinstance(value, (int, float)):
                 yield full_name, (), float(value)
-        yield from plugin_values(own, _KNOWN)
+        yield from plugin_values(own, _KNOWN, self.types)
 
 
-def open_status(opened: OpenedTier, troubles: Troubles, engine: str) -> StatusSocket:
+def open_status(opened: "OpenedTier", troubles: Troubles, engine: str) -> StatusSocket:
     """Answer ``kvtiers status`` about a tier from now on."""
     return answer_status(
         engine,
@@ -141,12 +148,12 @@ def open_status(opened: OpenedTier, troubles: Troubles, engine: str) -> StatusSo
     )
 
 
-def _counted_of(opened: OpenedTier) -> dict[str, Any]:
+def _counted_of(opened: "OpenedTier") -> dict[str, Any]:
     """Return a tier's figures as a manager counts them; the primary and the engine are vLLM's."""
     return opened.driver.metrics.as_data() | {"own": opened.driver.own_stats()}
 
 
-def _figures_of(opened: OpenedTier) -> dict[str, Any]:
+def _figures_of(opened: "OpenedTier") -> dict[str, Any]:
     """Return a tier's current figures. They are not of one moment: the engine's thread counts while they are read."""
     driver = opened.driver
     counted = {name: getattr(driver.metrics, name) for name in TierMetrics.__slots__}

@@ -12,11 +12,10 @@ from kvtiers.config.problems import problems_in
 from kvtiers.config.tenants import TenantsConfig
 from kvtiers.encryption.config import EncryptionConfig, refuse_key
 from kvtiers.layout.tenants import Tenants
+from kvtiers_vllm.own_tiering.tier_names import PREFIX, tier_names
 
-__all__ = ["OPTIONS_KEY", "PREFIX", "TierSettings", "load_tier_options", "tier_names"]
+__all__ = ["OPTIONS_KEY", "TierSettings", "load_tier_options"]
 
-PREFIX = "kvtiers-"
-"""In front of a tier's type, in vLLM's names for tiers."""
 OPTIONS_KEY = "kvtiers"
 """The key in kv_connector_extra_config under which the options of all kvtiers tiers stand."""
 
@@ -100,14 +99,3 @@ def _not_here(config: TierConfig, extra_config: Mapping[str, Any]) -> list[str]:
     if config.host:
         problems.append("host: needs the whole stack (KvtiersConnector); here each tier has a host of its own")
     return problems
-
-
-def tier_names(extra_config: Mapping[str, Any]) -> list[str]:
-    """Return the names of all kvtiers tiers of the engine, by which metrics and reports name them."""
-    entries = [entry for entry in extra_config.get("secondary_tiers", ()) if isinstance(entry, Mapping)]
-    types = [str(entry.get("type", "")) for entry in entries]
-    return [
-        str(entry.get("name", type_name.removeprefix(PREFIX)))
-        for entry, type_name in zip(entries, types, strict=True)
-        if type_name.startswith(PREFIX)
-    ]

@@ -22,7 +22,8 @@ from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.build import begin_start_line, open_tier
 from kvtiers_vllm.own_tiering.locked_tier import prefix_keys
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, open_status, tier_definitions
-from kvtiers_vllm.own_tiering.options import load_tier_options, tier_names
+from kvtiers_vllm.own_tiering.options import load_tier_options
+from kvtiers_vllm.own_tiering.tier_names import PREFIX, tier_names
 from kvtiers_vllm.releases import release_of
 from kvtiers_vllm.request_field import tenant_param
 
@@ -79,7 +80,7 @@ class KvtiersTier(SecondaryTierManager):
         self._tenants = settings.tenant_rule()
         self._core = core  # compat keeps no other reference to it
         core.request_arrived.append(self._arrived)
-        self._figures = TierFigures(opened, OffloadingConnectorStats)
+        self._figures = TierFigures(opened, OffloadingConnectorStats, types=(tier_type.removeprefix(PREFIX),))
         self._first_report = FirstReport(opened.driver.has_spoken) if getattr(engine, "is_alone", False) else None
         self._status = open_status(opened, troubles, f"vLLM {vllm_version}")
         self._end: threading.Thread | None = None
@@ -226,10 +227,11 @@ class KvtiersTier(SecondaryTierManager):
     # -- figures
 
     @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Return the definitions of the tiers' figures: the same for all tiers, which a label distinguishes."""
-        del extra_config
-        return tier_definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata, COUNTERS, GAUGES)
+    def build_metric_definitions(cls, tier_config: dict[str, Any]) -> dict[str, Any]:
+        """Return the definitions of a tier's figures; a label distinguishes tiers. ``tier_config``: its options."""
+        named = tier_config.get("type")
+        types = (str(named).removeprefix(PREFIX),) if named else None
+        return tier_definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata, COUNTERS, GAUGES, types)
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:

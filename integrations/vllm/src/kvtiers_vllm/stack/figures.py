@@ -22,7 +22,7 @@ from kvtiers.metrics import (
 )
 from kvtiers.status import StatusSocket, Troubles, answer_status, figures_of_engine
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, described, tier_definitions
-from kvtiers_vllm.plugin_figures import plugin_values
+from kvtiers_vllm.plugin_figures import Types, plugin_values
 
 __all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
 
@@ -45,9 +45,9 @@ _PRIMARY_GAUGES = described(
 )  # fmt: skip
 
 
-def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[str, Any]:
-    """Return the figures' definitions. ``counter``, ``gauge``: vLLM's classes for them."""
-    found = tier_definitions(counter, gauge, _TIER_COUNTERS, _TIER_GAUGES)
+def definitions(counter: Callable[..., Any], gauge: Callable[..., Any], types: Types = None) -> dict[str, Any]:
+    """Return the figures' definitions. ``counter``, ``gauge``: vLLM's classes for them; ``types``: the tiers'."""
+    found = tier_definitions(counter, gauge, _TIER_COUNTERS, _TIER_GAUGES, types)
     found |= {name: counter(text) for name, text in _ENGINE_COUNTERS.items()}
     found |= {name: gauge(text) for name, text in _PRIMARY_GAUGES.items()}
     for name, text in WHAT_IF_HELP.items():
@@ -58,11 +58,15 @@ def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class StackFacts:
-    """The sources of the figures. ``shared``: another process can reproduce the keys and the weights' name."""
+    """The sources of the figures. ``shared``: another process can reproduce the keys and the weights' name.
+
+    ``types``: the tiers' at the start.
+    """
 
     stats: Callable[[], Mapping[str, Any]]
     layout: CacheLayout
     shared: bool
+    types: Types = None
 
     def tokens(self, figures: Mapping[str, Any]) -> int:
         """Return the tokens of prompts whose KV was loaded from a tier."""
@@ -106,7 +110,7 @@ class StackFigures:
             ours = {"off": 0, "shared": int(facts.shared)}
             known = {**figures, **figures["own"], **ours}
             yield from _numbers(_TIER_NAMES, "kvtiers_tier_", known, (tier,))
-            for name, more, value in plugin_values(figures["own"], _TIER_NAMES):
+            for name, more, value in plugin_values(figures["own"], _TIER_NAMES, facts.types):
                 yield name, (tier, *more), value
         yield from _numbers(_PRIMARY_GAUGES, "kvtiers_primary_", stats["primary"], ())
         yield from _numbers(_ENGINE_COUNTERS, "kvtiers_", stats["engine"], ())

@@ -2,16 +2,18 @@
 
 import logging
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtiers._failures import plugin_boundary
-from kvtiers.region.early_memory import EarlyMemory
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, load_stack_config
+
+if TYPE_CHECKING:
+    from kvtiers.region.early_memory import EarlyMemory
 
 __all__ = ["begin_memory_of", "take_memory_of"]
 
 _log = logging.getLogger("kvtiers.vllm")
-_memories: dict[int, EarlyMemory] = {}
+_memories: "dict[int, EarlyMemory]" = {}
 """By the identity of the engine's VllmConfig; given back when that goes."""
 
 
@@ -35,7 +37,7 @@ def begin_memory_of(vllm_config: Any) -> None:
         _log.debug("memory is not populated while the model loads: %s", begun.error)
 
 
-def take_memory_of(vllm_config: Any) -> EarlyMemory | None:
+def take_memory_of(vllm_config: Any) -> "EarlyMemory | None":
     """Return what was begun for this engine, once."""
     return _memories.pop(id(vllm_config), None)
 

@@ -1,14 +1,20 @@
 """The whole stack's config: the file, or the object, that ``kvtiers_config`` names."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtiers.api import ConfigError
-from kvtiers.config import OffloadConfig, load_config
 
-__all__ = ["CONFIG_KEY", "CONNECTOR_NAME", "SPEC_NAME", "VARIABLE", "load_stack_config", "way_in"]
+if TYPE_CHECKING:
+    from kvtiers.config import OffloadConfig
+    from kvtiers_vllm.plugin_figures import Types
+
+__all__ = [
+    "CONFIG_KEY", "CONNECTOR_NAME", "SPEC_NAME", "VARIABLE", "load_stack_config", "note_tier_types", "noted_tier_types",
+    "way_in",
+]  # fmt: skip
 
 CONNECTOR_NAME = "KvtiersConnector"
 """The whole stack's name in vLLM's ``kv_connector``."""
@@ -21,10 +27,11 @@ CONFIG_KEY = "kvtiers_config"
 VARIABLE = "KVTIERS_CONFIG"
 """Names the whole stack's config file; empty is as good as unset."""
 
+_TYPES_KEY = "kvtiers_tier_types"
 _SYNC_LOADS = "sync_load_budget_bytes"  # vLLM 0.33: loads that the step waits for, whose request runs in it
 
 
-def load_stack_config(extra_config: Mapping[str, Any]) -> tuple[OffloadConfig, str | None]:
+def load_stack_config(extra_config: Mapping[str, Any]) -> "tuple[OffloadConfig, str | None]":
     """Return the config without its model, which comes from the engine, and the name that it gives the weights.
 
     ConfigError with one line for each problem.
@@ -36,6 +43,8 @@ def load_stack_config(extra_config: Mapping[str, Any]) -> tuple[OffloadConfig, s
     given = extra_config.get(CONFIG_KEY)
     if not given:
         raise ConfigError(f"kv_connector_extra_config: {CONFIG_KEY} is missing; give the path of kvtiers' config file")
+    from kvtiers.config import load_config  # late: every process of every vLLM has this module, and few get here
+
     config = load_config(given)
     if config.model is None:
         return config, None
@@ -43,6 +52,23 @@ def load_stack_config(extra_config: Mapping[str, Any]) -> tuple[OffloadConfig, s
     if known:
         raise ConfigError([f"model.{name}: the engine sets it; remove it" for name in known])
     return config.model_copy(update={"model": None}), config.model.revision
+
+
+def note_tier_types(extra_config: MutableMapping[str, Any]) -> None:
+    """Record the types of the stack's tiers beside its config, for ``noted_tier_types`` in each process.
+
+    Each must take the same for its figures, also if the file changes while the engine starts. Problems of the config
+    are ConfigErrors.
+    """
+    if extra_config.get(CONFIG_KEY):
+        config, _ = load_stack_config(extra_config)
+        extra_config[_TYPES_KEY] = sorted({tier.type for tier in config.secondary})
+
+
+def noted_tier_types(extra_config: Mapping[str, Any]) -> "Types":
+    """Return the recorded types, sorted; None where nothing was recorded."""
+    types = extra_config.get(_TYPES_KEY)
+    return None if types is None else tuple(types)
 
 
 def way_in(extra_config: Any) -> str:

@@ -33,7 +33,7 @@ from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, op
 from kvtiers_vllm.stack.keys import GroupKeys
 from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
 from kvtiers_vllm.stack.memory import take_memory_of
-from kvtiers_vllm.stack.options import CONNECTOR_NAME, load_stack_config, way_in
+from kvtiers_vllm.stack.options import CONNECTOR_NAME, load_stack_config, noted_tier_types, way_in
 from kvtiers_vllm.stack.requests import RequestBook, Weights, WeightUpdates
 from kvtiers_vllm.stack.steps import StepClock
 from kvtiers_vllm.weights import is_random
@@ -100,8 +100,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Return the figures' definitions."""
-        del extra_config
-        return definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata)
+        return definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata, noted_tier_types(extra_config))
 
     def _open_manager(self) -> "KvtiersManager":
         from kvtiers_vllm.stack.manager import KvtiersManager
@@ -137,7 +136,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
                 raise
         weights = Weights(identity.model.weights, updates.version, lambda: updates.resets)
         steps = StepClock()
-        facts = StackFacts(manager.stats, layout, shared)
+        facts = StackFacts(manager.stats, layout, shared, noted_tier_types(self.extra_config))
         engine = f"vLLM {vllm_version}"
         manager.commands.wake = core.wake
         control = ControlSocket(EngineActions(manager, layout.model.name).actions())
