@@ -11,7 +11,7 @@ from kvtiers.tiering.manager import TieringManager
 from kvtiers.types import RequestContext
 
 BATCH = 64  # chunks a request
-BLOCK = 50  # rounds of one manager before it is another's turn
+BLOCK = 50  # rounds of one manager before it is another's turn: some times as many as any policy gathers work for
 PHASES = ("miss", "store", "cascade", "touch", "hit", "load", "end")
 
 
@@ -96,18 +96,19 @@ def new_keys(count: int = BATCH) -> list[bytes]:
 
 
 def measure(lives: Sequence[Life], rounds: int) -> list[dict[str, float]]:
-    """Fill each primary; return the medians of microseconds a chunk by phase."""
+    """Fill each primary; return microseconds a chunk by phase: means of a block of rounds, medians over the blocks.
+
+    Means first, since a policy that gathers its work does it in few rounds, which a median of rounds leaves out.
+    """
     for life in lives:
         while life.free_rows() >= BATCH:
             life.one(new_keys(), lambda _phase, work: work())
-    samples: list[dict[str, list[float]]] = [{phase: [] for phase in PHASES} for _ in lives]
+    blocks: list[list[dict[str, float]]] = [[] for _ in lives]
     for _ in range(0, rounds, BLOCK):
-        for life, sample in zip(lives, samples, strict=True):
-            for _ in range(BLOCK):
-                spent = one_round(life)
-                for phase, seconds in spent.items():
-                    sample[phase].append(seconds / BATCH * 1e6)
-    return [with_sum({phase: statistics.median(values) for phase, values in sample.items()}) for sample in samples]
+        for life, means in zip(lives, blocks, strict=True):
+            spent = [one_round(life) for _ in range(BLOCK)]
+            means.append({phase: statistics.fmean(one[phase] for one in spent) / BATCH * 1e6 for phase in PHASES})
+    return [with_sum({phase: statistics.median(one[phase] for one in means) for phase in PHASES}) for means in blocks]
 
 
 def one_round(life: Life) -> dict[str, float]:

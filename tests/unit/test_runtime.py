@@ -131,6 +131,34 @@ def test_admission_by_expected_reuse_reaches_the_tier_in_chunks():
         assert slot.options.chunks == 2**24 // value_bytes
 
 
+def learnt(manager):
+    """The examples that the policy's model, or the one beside the policy, has learnt from, and its weights."""
+    policy = manager._primary._policy
+    ages = getattr(policy, "_model", policy)._ages
+    ages.settle()
+    return ages.model.examples, ages.model._weights.tolist()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "turn-hazard"])
+def test_what_an_engine_learns_of_its_workload_ends_with_it_and_reaches_no_other(eviction, tmp_path):
+    """Engines of one configuration over one store, which outlives them: beside each other, and one after the other."""
+    tier = {"type": "fs", "path": str(tmp_path / "fs"), "io": "thread", "capacity": "16MiB", "min_free": 0}
+    primary = {"capacity": "1MiB", "eviction": eviction}
+    settings = config(primary=primary, secondary=[{**tier, "admission": "expected-reuse"}])
+    with running(settings) as (first, _, _), running(settings) as (beside, _, _):
+        fresh = learnt(first)
+        for number in range(3):
+            context = RequestContext(str(number))
+            first.complete_store(first.prepare_store(KEYS, context))
+            first.on_request_finished(context)
+        examples, weights = learnt(first)
+        assert examples > fresh[0] == 0
+        assert weights != fresh[1]
+        assert learnt(beside) == fresh
+    with running(settings) as (again, _, _):
+        assert learnt(again) == fresh
+
+
 @pytest.mark.parametrize("option", [{"may_lose": "2%"}, {"writes_per_hour": "1MiB"}])
 def test_options_of_expected_reuse_are_refused_with_another_admission(option):
     (name,) = option

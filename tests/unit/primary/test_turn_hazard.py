@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtiers.api import make_offload_key
 from kvtiers.primary.eviction import LRUPolicy, TurnHazardPolicy, make_policy
 from kvtiers.primary.eviction.turn_hazard import ages
-from kvtiers.primary.eviction.turn_hazard.hazard_model import BINS, HazardModel, bin_end, bin_of
+from kvtiers.primary.eviction.turn_hazard.hazard_model import BIN_ENDS, BINS, HazardModel, bin_of
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.types import RequestHints
 from kvtiers.what_if.keys_only import Case, KeysOnlyStack, ServedRequest
@@ -375,9 +375,8 @@ def test_how_soon_a_turn_is_expected_is_learnt():
 
 
 def test_bins_cover_all_ages_in_order():
-    ends = [bin_end(index) for index in range(BINS)]
-    assert ends == sorted(ends)
-    assert [bin_of(end) for end in ends[:-1]] == list(range(1, BINS))
+    assert sorted(BIN_ENDS) == BIN_ENDS
+    assert [bin_of(end) for end in BIN_ENDS[:-1]] == list(range(1, BINS))
     assert bin_of(0.0) == 0
     assert bin_of(1e12) == BINS - 1
     assert bin_of(0.0, 4) == 4
@@ -388,16 +387,17 @@ def test_a_hazard_that_is_learnt_is_the_share_of_uses_and_the_rank_of_one_run_is
     chance = random.Random(1)
     for _ in range(400):
         used = [chance.random() < (0.6 if feature else 0.1) for feature in (0, 1) for _ in range(20)]
-        model.learn([(feature, 2) for feature in (0, 1) for _ in range(20)], [3] * 40, used)
-    rare, often = (float(model.curves([(feature, 2)], [3])[0, 3]) for feature in (0, 1))
+        model.learn([bytes((feature, 2)) for feature in (0, 1) for _ in range(20)], [3] * 40, used)
+    rows = one, other = [bytes((feature, 2)) for feature in (0, 1)]
+    rare, often = model.curves(rows, [3, 3])[:, 3]
     assert rare == pytest.approx(0.1, abs=0.05)
     assert often == pytest.approx(0.6, abs=0.08)
-    assert model.rank([(0, 2)], [0])[0] == pytest.approx(model.rank_one((0, 2)))
-    low, high = model.rank([(0, 2), (1, 2)], [3, 3])
+    assert model.rank(rows, [0, 0]) == pytest.approx([model.rank_one(one), model.rank_one(other)])
+    low, high = model.rank(rows, [3, 3])
     assert low < high
-    rare, often = model.next_uses([(0, 2), (1, 2)], [3, 3])
+    rare, often = model.next_uses(rows, [3, 3])
     assert often.sum() > rare.sum() > 0
-    assert model.next_uses([(0, 2)], [4]).sum() == 0  # of later ages nothing was seen
+    assert model.next_uses([one], [4]).sum() == 0  # of later ages nothing was seen
     assert model.examples == 400 * 40
 
 

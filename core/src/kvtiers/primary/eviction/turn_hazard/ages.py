@@ -7,7 +7,15 @@ ranked together; so is the work of a step bounded after a long pause, when many 
 import heapq
 from collections.abc import Callable
 
-from kvtiers.primary.eviction.turn_hazard.hazard_model import BINS, HazardModel, Rows, bin_end, bin_of, step
+from kvtiers.primary.eviction.turn_hazard.hazard_model import (
+    BIN_ENDS,
+    BINS,
+    HazardModel,
+    Row,
+    bin_of,
+    half_octave,
+    octave,
+)
 from kvtiers.primary.eviction.turn_hazard.prefix_tree import Run
 
 __all__ = ["Ages"]
@@ -21,31 +29,32 @@ _SIZES = (12, 12, 12, 12, 32, 32, 2, 4, 48, 12, 12)
 _STARTS = [sum(_SIZES[:index]) for index in range(len(_SIZES))]
 
 
-def features(run: Run) -> Rows:
-    """Return the model's rows for a run as it is since its last use."""
+def features(run: Run) -> Row:
+    """Return the model's row for a run as it is since its last use."""
     end, size, grown, before, gap, mean, followed, left_over, turn, output, expected = _STARTS
-    depth, length, added = run.depth, len(run.keys), step(run.grown, 1, 11)
+    depth, length, added = run.depth, len(run.keys), octave(run.grown, 11)
     again, hints = run.uses - 1, run.hints
-    return (
-        end + step(depth + length, 1, 11),
-        size + step(length, 1, 11),
+    numbers = (
+        end + octave(depth + length, 11),
+        size + octave(length, 11),
         grown + added,
-        before + step(depth, 1, 11),
-        gap + (step(run.gap, 1.0, 31, 2) if again else 0),
-        mean + (step((run.last - run.first) / again, 1.0, 31, 2) if again else 0),
+        before + octave(depth, 11),
+        gap + (half_octave(run.gap, 31) if again else 0),
+        mean + (half_octave((run.last - run.first) / again, 31) if again else 0),
         followed + (run.kids > 0),
         left_over + run.left_over,
         turn + 12 * min(3, again) + added,
-        output + step(hints.output_tokens, 8, 11),
-        expected + (0 if hints.expects_turn_in is None else 1 + step(hints.expects_turn_in, 1.0, 10)),
+        output + octave(hints.output_tokens / 8, 11),
+        expected + (0 if hints.expects_turn_in is None else 1 + octave(hints.expects_turn_in, 10)),
     )
+    return bytes(numbers)
 
 
 class Ages:
     """The ages of all runs that may be used again. ``ranked(run)`` is called with each new rank of a run."""
 
-    def __init__(self, ranked: Callable[[Run], None], may_leave: Callable[[Run], bool]) -> None:
-        self._ranked, self._may_leave = ranked, may_leave
+    def __init__(self, ranked: Callable[[Run], None]) -> None:
+        self._ranked = ranked
         self.clear()
 
     def clear(self) -> None:
@@ -53,18 +62,14 @@ class Ages:
         self.model = HazardModel(_SIZES)
         self._waiting: list[tuple[float, int, int, Run]] = []
         self._limit = _SMALL
-        self._rows: list[Rows] = []
-        self._bins: list[int] = []
-        self._was_used: list[bool] = []
+        self._examples: list[tuple[Row, int, bool]] = []
         self._to_rank: dict[Run, None] = {}
 
     def use(self, run: Run, begin: float) -> None:
         """Learn from a use; until ``restart`` the run has no age."""
         gap = max(0.0, begin - run.last)
         if run.features and not run.ended:  # else it is new, and used for the first time, or its client was wrong
-            self._rows.append(run.features)
-            self._bins.append(bin_of(gap, run.bin))
-            self._was_used.append(True)
+            self._examples.append((run.features, bin_of(gap, run.bin), True))
         run.gap, run.last, run.bin = gap, max(begin, run.last), 0
         run.uses += 1
         run.grown = run.left_over = 0
@@ -84,7 +89,7 @@ class Ages:
 
     def passes(self, now: float) -> None:
         """Let time pass: learn from the bins that have ended."""
-        waiting, to_rank = self._waiting, self._to_rank
+        waiting, examples, to_rank = self._waiting, self._examples, self._to_rank
         for _ in range(_MOST_PASSED):
             if not waiting or waiting[0][0] > now:
                 break
@@ -92,25 +97,23 @@ class Ages:
             if version != run.version:
                 heapq.heappop(waiting)
                 continue
-            self._rows.append(run.features)
-            self._bins.append(run.bin)
-            self._was_used.append(False)
+            examples.append((run.features, run.bin, False))
             if run.bin < BINS - 1:
                 run.bin += 1
-                heapq.heapreplace(waiting, (run.last + bin_end(run.bin), serial, version, run))
+                heapq.heapreplace(waiting, (run.last + BIN_ENDS[run.bin], serial, version, run))
             else:
                 heapq.heappop(waiting)
             if run.resident:
                 to_rank[run] = None
-        if len(self._to_rank) >= _BATCH or len(self._rows) >= _BATCH:
+        if len(to_rank) >= _BATCH or len(examples) >= _BATCH:
             self.settle()
 
     def settle(self) -> bool:
         """Learn from what was gathered and rank the runs that wait for it; return whether there were any."""
-        if self._rows:
-            self.model.learn(self._rows, self._bins, self._was_used)
-            self._rows, self._bins, self._was_used = [], [], []
-        runs = [run for run in self._to_rank if self._may_leave(run)]
+        if self._examples:
+            self.model.learn(*zip(*self._examples, strict=True))
+            self._examples = []
+        runs = [run for run in self._to_rank if run.may_leave]
         self._to_rank = {}
         if runs:
             ranks = self.model.rank([run.features for run in runs], [run.bin for run in runs])
@@ -125,7 +128,7 @@ class Ages:
 
     def _wait(self, run: Run) -> None:
         waiting = self._waiting
-        heapq.heappush(waiting, (run.last + bin_end(run.bin), run.serial, run.version, run))
+        heapq.heappush(waiting, (run.last + BIN_ENDS[run.bin], run.serial, run.version, run))
         if len(waiting) > self._limit:
             self._waiting = [entry for entry in waiting if entry[2] == entry[3].version]
             heapq.heapify(self._waiting)

@@ -20,7 +20,7 @@ bytes for each known chunk, of which 70 are its key; with the 16 known for each 
 
 import heapq
 from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from itertools import filterfalse, islice
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class TurnHazardPolicy(EvictionPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._tree = PrefixTree(self._used, self._idle, self._leaf, self._divided)
-        self._ages = Ages(self._ranked, self._may_leave)
+        self._ages = Ages(self._ranked)
         self._ways: dict[str, Way] = {}
         self._evictable = 0
         self._first: Collection[OffloadKey] = ()
@@ -86,19 +86,19 @@ class TurnHazardPolicy(EvictionPolicy):
     def worth_storing(self, keys: Sequence[OffloadKey], request_id: str) -> int:
         """Return how many of the leading keys are likelier to be used than what would leave for them."""
         resident = self._tree.resident
-        absent = [place for place, key in enumerate(keys) if key not in resident]
+        absent = list(filterfalse(resident.__contains__, keys))
         if not absent:
             return len(keys)
         way = self._way(request_id)
         if way.reach > self.capacity:  # the rest of so long a prompt cannot be resident together with its head
-            return absent[0]
+            return keys.index(absent[0])
         self._tree.follow(way, keys)
         short = len(absent) - (self.capacity - len(resident))
-        kept = len(absent) - (self._outranked([keys[place] for place in absent], short, way) if short > 0 else 0)
+        kept = len(absent) - (self._outranked(absent, short, way) if short > 0 else 0)
         if not request_id:
             self._finish(way)
         self._forget()
-        return absent[kept] if kept < len(absent) else len(keys)
+        return keys.index(absent[kept]) if kept < len(absent) else len(keys)
 
     def hint(self, request_id: str, hints: RequestHints) -> None:
         """Let what the request uses be ranked by what its client says."""
@@ -284,10 +284,6 @@ class TurnHazardPolicy(EvictionPolicy):
 
     # -- inside: eviction
 
-    @staticmethod
-    def _may_leave(run: Run) -> bool:
-        return not run.live_kids and not run.users and bool(run.evictable)
-
     def _ranked(self, run: Run) -> None:
         run.queued = True
         heapq.heappush(self._queue, (run.rank, run.last, -run.depth, run.serial, run.version, run))
@@ -296,9 +292,10 @@ class TurnHazardPolicy(EvictionPolicy):
             heapq.heapify(self._queue)
             self._queue_limit = max(_SMALL, 2 * len(self._queue))
 
-    def _valid(self, entry: tuple[float, float, int, int, int, Run]) -> bool:
+    @staticmethod
+    def _valid(entry: tuple[float, float, int, int, int, Run]) -> bool:
         run = entry[5]
-        return entry[4] == run.version and entry[0] == run.rank and self._may_leave(run)
+        return entry[4] == run.version and entry[0] == run.rank and run.may_leave
 
     def _lowest(self) -> Run | None:
         """Return the lowest ranking run that may leave; None: there is none."""

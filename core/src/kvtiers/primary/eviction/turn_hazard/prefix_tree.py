@@ -62,7 +62,7 @@ class Run:
         self.uses = 1
         self.grown = len(keys)
         self.left_over = self.bin = self.version = 0
-        self.features: tuple[int, ...] = ()
+        self.features = b""
         self.hints = NO_HINTS
         self.owner: str | None = None
         self.rank = 0.0
@@ -70,8 +70,9 @@ class Run:
 
     def ends_with(self, hints: RequestHints) -> bool:
         """Return whether a request with these hints was its last use: its session ends, and no other has used it."""
-        alone = self.owner == hints.session if hints.session else self.uses == 1
-        return hints.session_ends and alone and not self.kids
+        if not hints.session_ends or self.kids:
+            return False
+        return self.owner == hints.session if hints.session else self.uses == 1
 
     @property
     def ended(self) -> bool:
@@ -82,6 +83,11 @@ class Run:
     def live(self) -> bool:
         """Return whether it or a run that follows it has a resident chunk."""
         return self.resident > 0 or self.live_kids > 0
+
+    @property
+    def may_leave(self) -> bool:
+        """Return whether it has evictable chunks, and neither a request that uses it nor anything resident below."""
+        return bool(self.evictable) and not self.users and not self.live_kids
 
     def place(self, key: OffloadKey) -> int:
         """Return the place of a chunk in the run."""
@@ -95,9 +101,10 @@ class Run:
         """Make these resident chunks evictable."""
         if self.evictable:
             self.in_order = self.in_order and len(keys) == 1 and self.keys[-1] == keys[0]
+            self.evictable.update(dict.fromkeys(keys))
         else:
             self.in_order = self.covers(keys)
-        self.evictable.update(dict.fromkeys(keys))
+            self.evictable = dict.fromkeys(keys)
 
     def put_in_order(self) -> dict[OffloadKey, None]:
         """Return the evictable chunks, head first."""
@@ -155,15 +162,15 @@ class PrefixTree:
 
     def by_run(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[Run, Sequence[OffloadKey]]]:
         """Yield each run of these known chunks with its part of them."""
-        if not keys:
-            return
-        first = self.run_of[keys[0]]
-        if first.covers(keys):
-            yield first, keys
-            return
-        runs = list(map(self.run_of.__getitem__, keys))
         at = 0
-        for run, same in groupby(runs):
+        while at < len(keys):
+            run = self.run_of[keys[at]]
+            part = keys[at : at + len(run.keys)]
+            if not run.covers(part):
+                break
+            yield run, part
+            at += len(part)
+        for run, same in groupby(list(map(self.run_of.__getitem__, keys[at:]))):
             end = at + len(list(same))
             yield run, keys[at:end]
             at = end
@@ -172,9 +179,12 @@ class PrefixTree:
 
     def follow(self, way: Way, keys: Sequence[OffloadKey]) -> None:
         """Record that a request uses these chunks, all of one prefix; unknown ones follow what it has used so far."""
-        first = self.run_of.get(keys[0]) if keys else None
+        first = self.run_of.get(keys[0])
         if first is not None and first.covers(keys):
             self._reach(way, keys[-1])
+            return
+        if first is None and self.run_of.keys().isdisjoint(keys):
+            self._extend(way, list(keys))
             return
         at = 0
         for run, same in groupby(list(map(self.run_of.get, keys))):
@@ -248,7 +258,8 @@ class PrefixTree:
             way.runs[run] = None
             run.users.add(way)
             run.owner = way.hints.session or None
-        self.run_of.update(dict.fromkeys(keys, run))
+        for key in keys:
+            self.run_of[key] = run
         way.reach, way.end = run.depth + len(run.keys), keys[-1]
 
     def _split(self, run: Run, place: int, way: Way) -> Run:
