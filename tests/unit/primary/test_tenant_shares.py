@@ -52,6 +52,7 @@ class Shares(RuleBasedStateMachine):
         if forecast:
             self.primary.forecast_reuse(set())
         self.leases = []
+        self.used = {}  # by running request
 
     def kept(self, tenant):
         return int(self.shares.get(tenant, 0.0) * self.rows)
@@ -82,7 +83,11 @@ class Shares(RuleBasedStateMachine):
         missing = self.primary.find(keys).count(LookupResult.MISS)
         is_idle = not self.leases and not self.primary.protected_rows
         must_fit = is_idle and self.count()[tenant] + missing <= self.kept(tenant)
+        own = self.used.setdefault(request, set()) if request else set()
+        must_stay = [key for key in own if key in EVERY[tenant] and self.primary.lookup(key) is not LookupResult.MISS]
         allocation = self.checked({tenant}, lambda: self.primary.prepare_store(keys, request))
+        assert LookupResult.MISS not in self.primary.find(must_stay), "a request evicts nothing that it uses"
+        own.update(key for key in keys if allocation and self.primary.lookup(key) is not LookupResult.MISS)
         if must_fit:
             assert allocation is not None
             assert len(allocation.keys) == missing, "below its share a tenant always gets rows"
@@ -109,6 +114,7 @@ class Shares(RuleBasedStateMachine):
     def load(self, tenant, numbers, request):
         rows = self.primary.prepare_load(keys_of(tenant, *numbers), request)
         if rows is not None:
+            self.used.setdefault(request, set()).update(keys_of(tenant, *numbers))
             self.leases.append((lambda rows, _success: self.primary.complete_load(rows), rows))
 
     @rule(which=st.integers(0, 5), success=st.booleans())
@@ -126,6 +132,7 @@ class Shares(RuleBasedStateMachine):
     @rule(request=requests)
     def finish(self, request):
         self.primary.on_request_finished(request)
+        self.used.pop(request, None)
 
     @rule(tenant=tenants, numbers=numbers)
     def touch(self, tenant, numbers):
@@ -143,6 +150,7 @@ class Shares(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.primary.reset_cache()
+        self.used.clear()
 
     @invariant()
     def the_policies_have_what_is_resident(self):
@@ -196,6 +204,65 @@ def test_an_unused_share_is_used_by_others_until_its_tenant_wants_it():
     primary.complete_store(allocation.rows, True)
     primary.on_request_finished("b")
     assert primary.prepare_store(keys_of("", 10, 11, 12, 13), "r").evicted == keys_of("", 4, 3, 2, 1), "its own"
+
+
+def store_in_steps(primary, keys, request, step=8):
+    """Store a prompt as a scheduler does: where there is no room for all of a step, its first half; then no more."""
+    for start in range(0, len(keys), step):
+        wanted = part = keys[start : start + step]
+        while part and (allocation := primary.prepare_store(part, request)) is None:
+            part = part[: len(part) // 2]
+        if part:
+            primary.complete_store(allocation.rows, True)
+        if len(part) < len(wanted):
+            return False
+    return True
+
+
+def flooded(policy):
+    """Return a primary of 40 rows that red, whose share is half of them, and old chunks of others fill."""
+    primary = primary_of(40, policy, {"blue": 0.2, "red": 0.5})
+    for tenant, rows in (("red", 20), ("green", 12), ("blue", 8)):
+        store_in_steps(primary, keys_of(tenant, *range(rows)), f"old {tenant}")
+        primary.on_request_finished(f"old {tenant}")
+    return primary
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tenant", ["blue", "green"])
+def test_a_prompt_that_is_stored_in_several_steps_keeps_its_head(policy, tenant):
+    primary = flooded(policy)
+    prompt = keys_of(tenant, *range(100, 150))
+    took_all = store_in_steps(primary, prompt, "long")
+    rows = {"blue": 20, "green": 12}[tenant]  # what blue had before is not taken for another
+    run, _ = primary.resident_run(prompt)
+    assert run == primary.find(prompt).count(LookupResult.HIT), "none behind a gap"
+    if policy == "turn-hazard":  # which finds some of it not worth a row
+        assert run <= rows
+    else:
+        assert (run, took_all) == (rows, False), "there is no room for all of it"
+    assert resident(primary, "red") == 14, "of the 20, the first 14 have their numbers"
+    assert primary.misuse == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_begins_with_a_hit_keeps_that_in_its_later_steps(policy):
+    primary = flooded(policy)
+    prompt = keys_of("blue", *range(8), *range(100, 150))
+    primary.complete_load(primary.prepare_load(prompt[:8], "long"))
+    store_in_steps(primary, prompt[8:], "long")
+    run, _ = primary.resident_run(prompt)
+    assert run == primary.find(prompt).count(LookupResult.HIT)
+    assert run == 20 if policy != "turn-hazard" else 8 <= run <= 20, "turn-hazard may find some of it not worth a row"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_goes_on_to_the_tiers_when_it_has_filled_what_its_tenant_may_have(policy):
+    primary = flooded(policy)
+    primary.store_everything()
+    prompt = keys_of("blue", *range(100, 150))
+    assert store_in_steps(primary, prompt, "long") is True, "each chunk had a row, from where a tier takes it"
+    assert primary.resident_run(prompt)[0] >= 20 - 8, "only what the last step takes is missing at the end"
 
 
 given_shares = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=5)

@@ -88,7 +88,11 @@ class Residents:
             if self.unread.keys:
                 self.unlock_idle(self.unread.expire(clock()))
             least = wanted if limit is None else 1
-            wanted, evicted = self._make_room(wanted, least, reserve, present, keys[:used], request_id)
+            # Where tenants have shares, no prompt evicts its own head; but by way of rows a tier gets all of it.
+            shares = self._shares if limit is None else None
+            spared = keys[:used] if shares is None else shares.used_by(request_id)
+            yields = shares is not None and not self.may_decline
+            wanted, evicted = self._make_room(wanted, least, reserve, present, spared, request_id, yields=yields)
         if wanted <= 0:
             return None
         if wanted < len(missing):
@@ -203,21 +207,28 @@ class Residents:
         least: int,
         reserve: int,
         present: Sequence[OffloadKey],
-        used: Sequence[OffloadKey],
+        used: Collection[OffloadKey],
         request_id: str,
+        *,
+        yields: bool,
     ) -> tuple[int, list[OffloadKey]]:
         """Evict what it takes to have ``wanted`` rows, or fewer, and ``reserve`` left.
 
         Return how many rows there are, and what was evicted: 0, and nothing, if there cannot be ``least``. None of
-        ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request.
+        ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request. ``yields``: these
+        do leave, when there is nothing else.
         """
         free, kept = self.rows.free, self._evictable_of(present)
         obtainable = self.evictable if self._shares is None else self._shares.obtainable()
-        room = free + obtainable - max(reserve, len(kept) + len(used))
-        if room < wanted and used:  # only now is it worth the time to see which of these could leave
-            kept = self._evictable_of([*present, *used])
-            used = ()
-            room = free + obtainable - max(reserve, len(kept))
+        room = free + obtainable - max(reserve, len(kept) + (0 if yields else len(used)))
+        if room < wanted and used and not yields:  # only now is it worth the time to see which of these could leave
+            if self._shares is None:
+                kept, used = self._evictable_of([*present, *used]), ()
+                spared = len(kept)
+            else:
+                own = self._shares.evictable_of(used)
+                spared = len(own) + sum(key not in own for key in kept)
+            room = free + obtainable - max(reserve, spared)
         wanted = min(wanted, room)
         if wanted < least:
             return 0, []
@@ -226,7 +237,7 @@ class Residents:
         count = wanted - free
         evicted = self._evict(count, kept, request_id, unused=True) if used else []
         if len(evicted) < count:
-            kept = self._evictable_of([*present, *used]) if used else kept
+            kept = self._evictable_of([*present, *used]) if used and not yields else kept
             evicted += self._evict(count - len(evicted), kept, request_id)
         return (free + len(evicted) if evicted else 0), evicted
 
@@ -278,7 +289,9 @@ class Residents:
         return victims
 
     def _evictable_of(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        return self._unprotected(self.rows.idle_keys([self.row_of[key] for key in dict.fromkeys(keys)]))
+        return self._unprotected(
+            self.rows.idle_keys([self.row_of[key] for key in dict.fromkeys(keys) if key in self.row_of])
+        )
 
     def _lock(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
