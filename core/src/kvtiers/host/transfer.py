@@ -30,6 +30,7 @@ from kvtiers.encryption.keys import KeyRing, SealingKey
 from kvtiers.encryption.seal import decrypt_value, encrypt_value
 from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
 from kvtiers.host.claimed_views import ClaimedViews
+from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.host.messages import Status
 from kvtiers.host.quotas import TenantQuotas
 from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls
@@ -172,12 +173,14 @@ class ValueMover:
         label: str = "",
         claimed: ClaimedViews | None = None,
         keys: KeyRing | None = None,
+        first_use: FirstUseKeys | None = None,
         namespace: str = "",
         lists: ChunkStore | None = None,
     ) -> None:
         self._store = store
         self._claimed = claimed
         self._keys = keys
+        self._first_use = first_use
         self._label = label or type(store).__name__
         self._logged_methods: set[str] = set()
         self._was_full = False
@@ -220,17 +223,22 @@ class ValueMover:
         """Remove the values of these keys; DONE also where there was none."""
         return self._with_keys(run, Status.REFUSED, self._delete_values)
 
-    def _with_keys(self, run: ValueRun, without: Status, move: Callable[[ValueRun], Moved]) -> Moved:
+    def _with_keys(
+        self, run: ValueRun, without: Status, move: Callable[[ValueRun, Sequence[StorageNames]], Moved]
+    ) -> Moved:
         """Move the values that have a name; those of tenants whose keys cannot be had get the status ``without``."""
-        if self._keys is None or not self._keys.missing:
-            return move(run)
-        names = self._all_names(run.names)[0]
-        places = [place for place, key in enumerate(run.keys) if names.has_name(key)]
+        ring = self._ring_of(run.keys)
+        all_names = self._all_names(run.names, ring)
+        if ring is None or not ring.missing:
+            return move(run, all_names)
+        places = [place for place, key in enumerate(run.keys) if all_names[0].has_name(key)]
         if len(places) == len(run.keys):
-            return move(run)
+            return move(run, all_names)
         rows = [run.rows[place] for place in places] if run.rows else []  # a removal has none
         overwrites = bytes(run.overwrites[place] for place in places) if run.overwrites else b""
-        moved = move(replace(run, keys=[run.keys[place] for place in places], rows=rows, overwrites=overwrites))
+        moved = move(
+            replace(run, keys=[run.keys[place] for place in places], rows=rows, overwrites=overwrites), all_names
+        )
         statuses = bytearray([without]) * len(run.keys)
         for place, status in zip(places, moved.statuses, strict=True):
             statuses[place] = status
@@ -238,10 +246,10 @@ class ValueMover:
         moved.error = moved.error or ("" if without is Status.MISSING else _NO_KEY)
         return moved
 
-    def _load(self, run: ValueRun) -> Moved:
+    def _load(self, run: ValueRun, all_names: Sequence[StorageNames]) -> Moved:
         moved = Moved.nothing(len(run.keys))
         indexes: Sequence[int] = range(len(run.keys))
-        for names in self._all_names(run.names):
+        for names in all_names:
             indexes = [index for index in indexes if names.has_name(run.keys[index])]
             self._move_all(moved, replace(run, names=names), indexes, is_load=True)
             indexes = [index for index in indexes if moved.statuses[index] == Status.MISSING]
@@ -249,9 +257,9 @@ class ValueMover:
                 break
         return moved
 
-    def _store_values(self, run: ValueRun) -> Moved:
+    def _store_values(self, run: ValueRun, all_names: Sequence[StorageNames]) -> Moved:
         moved = Moved.nothing(len(run.keys))
-        run = replace(run, names=self._all_names(run.names)[0])
+        run = replace(run, names=all_names[0])
         with plugin_boundary() as store:
             present = self._present(run, moved)
         if store.error:
@@ -288,10 +296,10 @@ class ValueMover:
             may_be_there = moved.statuses[index] not in _NOT_TAKEN
             quotas.settle(tenant_of(key), sizes[group_of(key)][1], may_be_there=may_be_there)
 
-    def _delete_values(self, run: ValueRun) -> Moved:
+    def _delete_values(self, run: ValueRun, all_names: Sequence[StorageNames]) -> Moved:
         moved = Moved.nothing(len(run.keys), "the tier is read-only" if self._options.read_only else "")
         keys = () if self._options.read_only else run.keys
-        per_call, all_names = _DELETED_PER_CALL, self._all_names(run.names)
+        per_call = _DELETED_PER_CALL
         for start in range(0, len(keys), per_call):
             part = keys[start : start + per_call]
             some = [name for names in all_names for name in names.names([key for key in part if names.has_name(key)])]
@@ -312,8 +320,9 @@ class ValueMover:
         self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
-        all_names = self._all_names(names)
-        if self._keys is None or not self._keys.missing:
+        ring = self._ring_of(keys)
+        all_names = self._all_names(names, ring)
+        if ring is None or not ring.missing:
             return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
         named = [all_names[0].has_name(key) for key in keys]
         if all(named):
@@ -420,10 +429,13 @@ class ValueMover:
 
     # -- moving
 
-    def _all_names(self, names: StorageNames) -> Sequence[StorageNames]:
+    def _ring_of(self, keys: Sequence[OffloadKey]) -> KeyRing | None:
+        return self._keys if self._first_use is None else self._first_use.ring_of(keys)
+
+    def _all_names(self, names: StorageNames, ring: KeyRing | None) -> Sequence[StorageNames]:
         """Return the names that values have in this store: first those that are written, then one that is read."""
         names = names.of_epoch(self._epoch)
-        return [names] if self._keys is None else KeyedNames.of_ring(names, self._keys)
+        return [names] if ring is None else KeyedNames.of_ring(names, ring)
 
     def _move_all(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> None:
         sizes, sealing = self._options.sizes, run.names.key_of if isinstance(run.names, KeyedNames) else _in_clear

@@ -30,6 +30,7 @@ from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_file_warnings, open_keys
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.compressed_store import compressed_store
+from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
 from kvtiers.host.quotas import TenantQuotas
@@ -89,6 +90,7 @@ class TransferPool:
         self._encryption = encryption
         self._keys: KeyRing | None = None
         self._tenant_keys: TenantKeyReader | None = None
+        self._first_use: FirstUseKeys | None = None
         self._views = views
         self._claimed = claimed
         self._names = names
@@ -218,8 +220,9 @@ class TransferPool:
         self._prober.close()
         if (quotas := self._quotas) is not None:
             quotas.close()
-        if (reader := self._tenant_keys) is not None:
-            reader.close()
+        for reader in (self._tenant_keys, self._first_use):
+            if reader is not None:
+                reader.close()
         with self._life:
             workers, store = self._workers, self._store
         for worker in workers:
@@ -281,6 +284,7 @@ class TransferPool:
                 self._label,
                 self._claimed,
                 self._keys,
+                self._first_use,
                 self._names.namespace,
                 store,
             )
@@ -322,14 +326,19 @@ class TransferPool:
     def _read_tenant_keys(self) -> None:
         """Read the keys of tenants that have their own; those that do not come at once are added later."""
         encryption, keys = self._encryption, self._keys
-        if self._tenant_keys is not None:  # of an opening that failed after it
-            self._tenant_keys.close()
+        for former in (self._tenant_keys, self._first_use):
+            if former is not None:  # of an opening that failed after it
+                former.close()
         if encryption is None or keys is None or not encryption.tenants:
             return
         reader = TenantKeyReader(encryption, self._names.namespace, keys, self._label, self._reopen)
         self._tenant_keys = reader
-        if self._stop.is_set():  # ``close`` may not have seen it
+        if encryption.others_have_own:
+            self._first_use = FirstUseKeys(encryption, self._names.namespace, keys, self._label, self._reopen)
+        if self._stop.is_set():  # ``close`` may not have seen them
             reader.close()
+            if self._first_use is not None:
+                self._first_use.close()
         reader.read()
 
     def _start(self, threads: Sequence[threading.Thread]) -> str:
