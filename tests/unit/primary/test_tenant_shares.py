@@ -42,12 +42,19 @@ class Shares(RuleBasedStateMachine):
         red=st.sampled_from([0.0, 0.2, 0.5]),
         protected=st.sampled_from([0.0, 0.4]),
         forecast=st.booleans(),
+        kept=st.sampled_from([0.0, 0.5, 1.0]),
     )
-    def start(self, rows, policy, blue, red, protected, forecast):
+    def start(self, rows, policy, blue, red, protected, forecast, kept):
         self.rows, self.now = rows, 0.0
         self.shares = {"blue": blue, "red": red}
         self.primary = primary_of(
-            rows, policy, self.shares, protected_share=protected, protect_seconds=5.0, clock=lambda: self.now
+            rows,
+            policy,
+            self.shares,
+            protected_share=protected,
+            protect_seconds=5.0,
+            kept_share=kept,
+            clock=lambda: self.now,
         )
         if forecast:
             self.primary.forecast_reuse(set())
@@ -142,6 +149,14 @@ class Shares(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now += seconds
         self.checked(set(), lambda: self.primary.release_expired(self.now))
+
+    @rule(tenant=tenants, numbers=numbers, high=st.booleans(), seconds=st.sampled_from([0.5, 2.0, 9.0]))
+    def keep(self, tenant, numbers, high, seconds):
+        self.checked(set(), lambda: self.primary.keep(keys_of(tenant, *numbers), seconds, high=high))
+
+    @rule(request=st.sampled_from(["a", "b", "c"]))
+    def be_of_low_priority(self, request):
+        self.primary.brings_low(request)
 
     @rule(tenant=tenants)
     def forget(self, tenant):
@@ -263,6 +278,67 @@ def test_a_prompt_goes_on_to_the_tiers_when_it_has_filled_what_its_tenant_may_ha
     prompt = keys_of("blue", *range(100, 150))
     assert store_in_steps(primary, prompt, "long") is True, "each chunk had a row, from where a tier takes it"
     assert primary.resident_run(prompt)[0] >= 20 - 8, "only what the last step takes is missing at the end"
+
+
+def store(primary, keys, request):
+    """Store chunks for a request that ends then; return what has left for them."""
+    allocation = primary.prepare_store(keys, request)
+    primary.complete_store(allocation.rows, True)
+    primary.on_request_finished(request)
+    return allocation.evicted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hints_say_which_of_a_tenant_s_chunks_leave_and_not_how_many(policy):
+    """Blue and red have 10 of 20 rows each: what blue keeps stays, what it has brought of low priority goes first."""
+
+    def left(hints):
+        primary = primary_of(20, policy, {"blue": 0.3, "red": 0.3}, kept_share=1.0, clock=lambda: 0.0)
+        if hints:
+            primary.brings_low("low")
+        store(primary, keys_of("blue", *range(4)), "b")
+        store(primary, keys_of("red", *range(10)), "r")
+        store(primary, keys_of("blue", *range(4, 10)), "low")
+        if hints:
+            primary.keep(keys_of("blue", *range(4)), 60.0)
+            primary.keep(keys_of("red", *range(3)), 60.0, high=True)
+        return primary, store(primary, keys_of("green", *range(4)), "g")
+
+    (_, without), (primary, evicted) = left(hints=False), left(hints=True)
+    for tenant in ("blue", "red"):
+        counts = [sum(key in EVERY[tenant] for key in gone) for gone in (without, evicted)]
+        assert counts == [2, 2], "both are equally far above their shares, whatever they hint"
+    assert [key for key in evicted if key in EVERY["blue"]] == keys_of("blue", 9, 8), "the tail of low priority"
+    assert primary.figures()["kept_rows"] == 7
+    assert store(primary, keys_of("blue", *range(10, 14)), "b2")
+    assert primary.resident_run(keys_of("blue", *range(4))) == (4, 0)
+    assert primary.resident_run(keys_of("red", *range(3))) == (3, 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_tenant_keeps_costs_no_other_one_a_row(policy):
+    primary = primary_of(20, policy, {"blue": 0.5, "red": 0.2}, kept_share=1.0, clock=lambda: 0.0)
+    store(primary, keys_of("blue", *range(10)), "b")
+    store(primary, keys_of("red", *range(10)), "r")
+    primary.keep(EVERY["blue"], 60.0, high=True)
+    primary.keep(EVERY["red"], 60.0)
+    assert primary.figures()["kept_rows"] == 10 + 4, "of each in a part as large as its share"
+    assert len(store(primary, keys_of("blue", 10, 11), "b")) == 2
+    assert (resident(primary, "blue"), resident(primary, "red")) == (12, 8), "red was further above its share"
+    assert set(store(primary, keys_of("red", 10, 11, 12, 13), "r")) <= set(EVERY["red"]) | set(EVERY["blue"])
+    assert resident(primary, "blue") >= 10, "its share"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_a_tenant_keeps_all_it_has_its_stores_take_of_that(policy):
+    primary = primary_of(10, policy, {"blue": 0.8, "red": 0.2}, kept_share=1.0, clock=lambda: 0.0)
+    primary.store_everything()
+    store(primary, keys_of("red", 0, 1), "r")
+    store(primary, keys_of("blue", *range(8)), "b")
+    primary.keep(keys_of("blue", *range(8)), 60.0)
+    assert len(store(primary, keys_of("blue", 8, 9, 10), "b2")) == 3
+    assert (resident(primary, "blue"), resident(primary, "red")) == (8, 2)
+    assert primary.figures()["kept_given_up"] == 3
 
 
 given_shares = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=5)

@@ -6,7 +6,8 @@ several are equally far. So one that floods the primary evicts itself. But no pr
 end (``used_by``): others' rows are taken instead, as of a tenant whose rows are being read. Requests without a tenant,
 and tenants without a share, are together one that has none.
 
-Any policy serves, as it is: within a tenant it decides alone which chunk leaves. Between tenants it is not asked, since
+Any policy serves, as it is: within a tenant it decides alone which chunk leaves, by hints (``hinted.py``) of that
+tenant's requests first, which so never cost another tenant a row. Between tenants it is not asked, since
 it has no idea of them. What an eviction costs more than without shares is a look at each tenant that has a share.
 """
 
@@ -15,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
+from kvtiers.primary.eviction.hinted import HintedPolicy
+from kvtiers.primary.kept import Kept
 from kvtiers.types import RequestHints
 
 __all__ = ["TenantShares"]
@@ -27,8 +30,8 @@ class _Tenant:
 
     __slots__ = ("evictable", "kept", "policy", "resident")
 
-    def __init__(self, policy: EvictionPolicy, kept: int) -> None:
-        self.policy = policy
+    def __init__(self, policy: EvictionPolicy, kept: int, hints: int) -> None:
+        self.policy = HintedPolicy(policy, Kept(hints))
         self.kept = kept
         self.resident = 0
         self.evictable: set[OffloadKey] = set()
@@ -42,14 +45,20 @@ class _Tenant:
 class TenantShares(EvictionPolicy):
     """Evicts within tenants as their policies do, and by shares between them.
 
-    ``shares``: by tenant, of ``capacity``; 1 together at most. ``make``: a new policy for ``capacity`` rows.
+    ``shares``: by tenant, of ``capacity``; 1 together at most. ``make``: a new policy for ``capacity`` rows. ``hints``:
+    chunks that they may keep, in a part of each tenant as large as its share, or for all others what is left of 1.
     """
 
-    def __init__(self, capacity: int, shares: Mapping[str, float], make: Callable[[], EvictionPolicy]) -> None:
+    def __init__(
+        self, capacity: int, shares: Mapping[str, float], make: Callable[[], EvictionPolicy], hints: int = 0
+    ) -> None:
         super().__init__(capacity)
-        self._rest = _Tenant(make(), 0)
-        self._of = {name.encode(): _Tenant(make(), int(share * capacity)) for name, share in shares.items()}
+        self._rest = _Tenant(make(), 0, int(max(0.0, 1 - sum(shares.values())) * hints))
+        self._of = {
+            name.encode(): _Tenant(make(), int(share * capacity), int(share * hints)) for name, share in shares.items()
+        }
         self._all = [self._rest, *self._of.values()]
+        self.clock = self._rest.policy.clock
         self._for: _Tenant | None = self._rest
         """Whose chunks are to be stored; None: of several tenants, none of which may be taken below its share."""
         self._missing = 0
@@ -73,6 +82,28 @@ class TenantShares(EvictionPolicy):
         """Return how many rows a tenant with a share has; of another name, how many all others have."""
         return self._of.get(name.encode(), self._rest).resident
 
+    # -- hints
+
+    @property
+    def all_kept(self) -> list[Kept]:
+        """The hints that hold, of each tenant."""
+        return [tenant.policy.kept for tenant in self._all]
+
+    def keep(self, keys: Sequence[OffloadKey], until: float, *, high: bool) -> None:
+        """Keep these chunks, none of which is evictable now, until this time, before others of their tenant."""
+        for tenant, part in self._split(keys):
+            tenant.policy.keep(part, until, high=high)
+
+    def expire(self, now: float) -> None:
+        """End the hints whose time is over."""
+        for tenant in self._all:
+            tenant.policy.expire(now)
+
+    @property
+    def first_out(self) -> int:
+        """Evictable chunks of low priority, of the tenant whose chunks are to be stored."""
+        return 0 if self._for is None else self._for.policy.first_out
+
     # -- uses
 
     def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
@@ -80,6 +111,8 @@ class TenantShares(EvictionPolicy):
         parts = self._split(keys)
         self._for = parts[0][0] if len(parts) == 1 else None
         self._missing = len(keys)
+        for tenant in self._all:
+            tenant.policy.stores_for = request_id
         for tenant, part in parts:
             tenant.policy.on_store_miss(part, request_id)
 
@@ -153,6 +186,8 @@ class TenantShares(EvictionPolicy):
         wanted = min(count, self.obtainable())
         number = next((number for tenant, number in self._divide(wanted) if tenant is own), 0)
         victims = self._left(own, own.policy.evict_unused(number, request_id)) if number else []
+        if (short := number - len(victims)) and own.policy.kept.held:  # its hints cost no other tenant a row
+            victims += self._left(own, own.policy.evict_kept(short, request_id))
         rest = min(wanted - len(victims), sum(tenant.gives(own) for tenant in self._all if tenant is not own))
         for tenant, number in self._divide(rest, spared=own):
             victims += self._left(tenant, tenant.policy.evict(number) or [])
