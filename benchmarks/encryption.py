@@ -1,5 +1,8 @@
 """The cost of encryption beside the plain seal: in one thread, and through a tier, as an engine stores and loads.
 
+Names are made as a host makes them for a run of chunks: plain, with the namespace's key, and with a tenant's own, of
+tenants that the config lists and of those that it does not.
+
 In memory a value's plain seal, its check, its encryption and its decryption take turns with a plain copy, over a region
 much larger than the processor's caches. Through the tier (`fs` over files in memory, so that no disk is what is
 measured; hosts and threads as by default) a plain tier and an encrypted one take turns with the same rows. Medians.
@@ -25,7 +28,9 @@ from kvtiers.api.units import format_size
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_keys
 from kvtiers.encryption.keyed_names import KeyedNames
+from kvtiers.encryption.keys import KeyRing
 from kvtiers.encryption.seal import decrypt_value, encrypt_value
+from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.memfd import Mapping, create_memfd, map_memory
@@ -45,6 +50,8 @@ GOAL_SHARE_OF_COPY = 0.3
 GOAL_SHARE = 0.3
 # A prompt of 2,000 chunks is named in half of a request's wait for a lookup (20 ms).
 GOAL_NAMES = 200_000
+GOAL_OF_TENANTS = 0.7
+TENANTS = 100
 GOAL_FROM_BYTES = 256 << 10
 PATIENCE = 120.0
 
@@ -85,14 +92,42 @@ def in_memory(region: memoryview, nbytes: int, rounds: int, names: KeyedNames) -
     return {what: statistics.median(found) for what, found in rates.items()}
 
 
-def names_per_second(names: StorageNames, rounds: int) -> float:
-    """Return how many storage names one thread makes in a second."""
-    keys, taken = [os.urandom(36) for _ in range(2000)], []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        names.names(keys)
-        taken.append(time.perf_counter() - begin)
-    return len(keys) / statistics.median(taken)
+def names_per_second(folder: Path, rounds: int) -> dict[str, float]:
+    """Return how many storage names one thread makes in a second, by whose key, and how many tenants' keys it opens."""
+    (folder / "tenants").mkdir()
+    tenants = [f"tenant-{number}" for number in range(TENANTS)]
+    for tenant in tenants:
+        (folder / "tenants" / tenant).write_bytes(os.urandom(32))
+    sources: dict[str, Any] = {"key": {"file": str(folder / "kv.key")}}
+    each_other = {"*": {"key": {"file": f"{folder}/tenants/{{tenant}}"}}}
+    config = EncryptionConfig.model_validate(sources | {"tenants": each_other})
+    begin = time.perf_counter()
+    own = {tenant: open_keys(config, "bench", tenant) for tenant in tenants}
+    made = {"opened": TENANTS / (time.perf_counter() - begin)}
+    listed, unlisted = KeyRing(open_keys(config, "bench").current, tenants=tenants), open_keys(config, "bench")
+    for tenant, ring in own.items():
+        listed.add(tenant, ring)
+    reader = FirstUseKeys(config, "bench", unlisted, "bench", (1.0, 1.0))
+    for tenant in tenants:
+        while reader.ring_of([make_offload_key(b"first", 0, tenant)]).missing & {tenant}:
+            pass
+    rings: dict[str, Callable[[Sequence[OffloadKey]], Sequence[StorageNames]]] = {
+        "plain": lambda _keys: [NAMES],
+        "keyed": lambda _keys: KeyedNames.of_ring(NAMES, listed),
+        "tenants": lambda _keys: KeyedNames.of_ring(NAMES, KeyRing(listed.current)),
+        "listed tenants": lambda _keys: KeyedNames.of_ring(NAMES, listed),
+        "other tenants": lambda keys: KeyedNames.of_ring(NAMES, reader.ring_of(keys)),
+    }
+    taken: dict[str, list[float]] = {}
+    for turn in range(rounds):
+        for what, names_of in rings.items():
+            tenant = tenants[turn % TENANTS] if "tenants" in what else ""
+            keys = [make_offload_key(os.urandom(32), 0, tenant) for _ in range(2000)]
+            begin = time.perf_counter()
+            names_of(keys)[0].names(keys)
+            taken.setdefault(what, []).append(time.perf_counter() - begin)
+    reader.close()
+    return made | {what: 2000 / statistics.median(times) for what, times in taken.items()}
 
 
 class Lane:
@@ -172,7 +207,7 @@ def results(*, quick: bool) -> dict[str, Any]:
         file.chmod(0o600)
         encryption = EncryptionConfig.model_validate({"key": {"file": str(file)}})
         names = KeyedNames.of(NAMES, open_keys(encryption, "bench").current)
-        made = {"plain": names_per_second(NAMES, rounds), "keyed": names_per_second(names, rounds)}
+        made = names_per_second(folder, 5 * rounds)
         measure: Callable[[int], dict[str, Any]] = partial(through_a_tier, folder, rounds=rounds, encryption=encryption)
         sizes: list[dict[str, Any]] = [
             {"value_bytes": size, "one_thread": in_memory(mapping.view, size, rounds, names), "tier": measure(size)}
@@ -199,6 +234,10 @@ def results(*, quick: bool) -> dict[str, Any]:
         for way in ("store", "load")
     ]
     goals.append(at_least("keyed names a second, of one thread", made["keyed"], GOAL_NAMES))
+    share = made["other tenants"] / made["keyed"]
+    goals.append(
+        at_least("names with keys of tenants, as a share of those with the namespace's", share, GOAL_OF_TENANTS)
+    )
     return {"processors": os.cpu_count(), "names_per_second": made, "sizes": sizes, "goals": goals}
 
 
@@ -213,7 +252,11 @@ def report(found: dict[str, Any]) -> None:
             f"{rate['encrypt']:10.2f}{rate['decrypt']:9.2f}"
         )
     made = found["names_per_second"]
-    print(f"names a second: {made['plain']:,.0f} plain, {made['keyed']:,.0f} keyed")
+    print(
+        f"names a second: {made['plain']:,.0f} plain, {made['keyed']:,.0f} keyed; of tenants: {made['tenants']:,.0f} "
+        f"with the namespace's key, {made['listed tenants']:,.0f} with a listed one, {made['other tenants']:,.0f} with "
+        f"one of '*'; such keys opened a second: {made['opened']:,.0f}"
+    )
     print("through a tier   store: plain  encrypted  share   load: plain  encrypted  share")
     for size in found["sizes"]:
         rate, share = size["tier"]["gb_per_s"], size["tier"]["share"]

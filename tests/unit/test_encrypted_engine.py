@@ -307,8 +307,15 @@ def test_check_says_why_there_is_no_key_and_which_tier_is_in_clear(disk, key, tm
             1,
             ["encryption.tenants.blue.key.command: 'false' failed", "tenant 'red' and requests without a tenant have"],
         ),
+        (
+            {"key": key(1), "tenants": {"*": {"key": {"file": str(tmp_path / "{tenant}.key")}}}},
+            [],
+            1,
+            ["encryption.tenants.*.key.file: cannot read", "green.key"],
+        ),
     ):
-        file.write_text(json.dumps(config(secondary=tiers, encryption=encryption) | {"tenants": {}}))
+        named = {"named": {"green": {}}}
+        file.write_text(json.dumps(config(secondary=tiers, encryption=encryption) | {"tenants": named}))
         checked = CliRunner().invoke(cli, ["check", str(file)])
         assert all(said in " ".join(checked.output.split()) for said in words), checked.output
         assert checked.exit_code == status, checked.output

@@ -239,6 +239,24 @@ def test_tenants_with_keys_of_their_own_are_verified_and_rekeyed_by_them(disk, r
     assert len(disk.listed()) == 4
 
 
+def test_tenants_that_are_not_listed_are_verified_and_rekeyed_by_the_keys_of_their_own(disk, run):
+    """Blue leaves the namespace's key, red has had its own from the start, and green has none."""
+    keys = {tenant: with_tenant(make_offload_key(os.urandom(32), 0), tenant) for tenant in ("blue", "red", "green", "")}
+    (disk.folder / "old").mkdir()
+    for name, key in (("blue", "three"), ("red", "two"), ("old/blue", "one")):
+        (disk.folder / f"{name}.tenant").symlink_to(disk.files[key])
+    for tenant, key in (("blue", "one"), ("red", "two"), ("green", "one"), ("", "one")):
+        disk.put(key, keys[tenant])
+    folders = {"key": disk.folder / "{tenant}.tenant", "previous": disk.folder / "old" / "{tenant}.tenant"}
+    config = disk.config("one", **{"*": {what: {"file": str(path)} for what, path in folders.items()}})
+    checked = run("verify", "--config", config, "--json")
+    assert counts(checked) == {"ok": 3, "locked": 1}
+    assert checked.stderr.count("encryption.tenants.*.key.file: cannot read") == 1
+    assert counts(run("rekey", "--config", config, "--json")) == {"rekeyed": 1, "current": 2, "locked": 1}
+    assert disk.get("three", keys["blue"]) == content(keys["blue"])
+    assert disk.get("one", keys["blue"]) is None
+
+
 def test_rekey_goes_on_after_kill_9_and_loses_nothing(disk, run):
     """It is killed when the first values are under their new names, and the old ones are not deleted yet."""
     keys = [random_key() for _ in range(300)]

@@ -168,6 +168,9 @@ def test_a_tenant_s_keys_are_checked_when_the_config_is_loaded(monkeypatch):
     assert encryption.of("blue").key.env == "KV_BLUE"
     assert encryption.of("red") is encryption.of("") is encryption
     load({"blue": blue}, {"unknown": False, "named": {"blue": {}}})
+    each = load({"blue": blue, "*": {"key": {"file": "/{tenant}/kv.key"}}}, {}).encryption
+    assert load_sources(dump_sources(each)) == each
+    assert (each.of("blue").key.env, each.of("red").key.file, each.of("")) == ("KV_BLUE", "/red/kv.key", each)
     missing = {"key": {"file": "/nowhere/kv.key"}}
     mistakes = [
         ({"blue": blue}, None, "encryption.tenants: the config has no 'tenants'; add 'tenants: {}'"),
@@ -180,6 +183,9 @@ def test_a_tenant_s_keys_are_checked_when_the_config_is_loaded(monkeypatch):
         ({"blue": {**blue, "tenants": {}}}, {}, "unknown option 'tenants'"),
         ({TEXT: blue}, {}, "encryption.tenants: a name here looks like a key"),
         ({"blue": TEXT}, {}, "encryption.tenants: expected a mapping with 'key' for 'blue'"),
+        ({"*": blue}, {}, "'*': expected a file with '{tenant}' in its path, or a command: each tenant has its own"),
+        ({"*": missing}, {}, "encryption.tenants: '*': expected a file with '{tenant}' in its path"),
+        ({"*": {"key": {"file": "/no/{tenant}/a"}}}, {}, "encryption.tenants.*.key.file: there is no folder '/no'"),
         (TEXT, {}, "encryption.tenants: expected a mapping of tenants, each with 'key'"),
     ]
     for keys, tenants, words in mistakes:

@@ -55,16 +55,18 @@ def test_the_tail_of_a_prefix_goes_before_its_head(policy):
     assert text_of(policy.evict(4)) == "fedc"
 
 
-def test_what_others_use_leaves_for_a_request_up_to_its_own_bucket():
+def test_what_others_use_leaves_for_a_request_also_if_that_is_hotter_than_its_own_bucket():
     lru = LRUPolicy()
     store(lru, "abcd", "old")
     store(lru, "efgh", "r")
     lru.access(names("bc"), "r")
     store(lru, "ij", "new")
     assert text_of(lru.evict_unused(1, "r")) == "d"
-    assert text_of(lru.evict_unused(5, "r")) == "a"
+    assert text_of(lru.coldest()) == "acbhgfeji"
+    assert text_of(lru.evict_unused(2, "r")) == "aj"
+    assert text_of(lru.evict_unused(5, "r")) == "i"
     assert lru.evict_unused(5, "r") == []
-    assert text_of(lru.coldest()) == "cbhgfeji"
+    assert text_of(lru.coldest()) == "cbhgfe"
 
 
 def test_what_a_request_uses_is_spared_also_where_an_older_one_has_brought_it_back():
@@ -73,8 +75,8 @@ def test_what_a_request_uses_is_spared_also_where_an_older_one_has_brought_it_ba
     store(lru, "xy", "r")
     lru.remove(names("x"))
     store(lru, "xb", "old")
-    assert text_of(lru.evict_unused(5, "r")) == ""
-    assert text_of(lru.coldest()) == "bxay"
+    assert text_of(lru.evict_unused(5, "r")) == "b"
+    assert text_of(lru.coldest()) == "xay"
 
 
 def test_a_prefix_stored_in_pieces_is_one_prefix(policy):

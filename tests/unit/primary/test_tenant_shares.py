@@ -42,16 +42,24 @@ class Shares(RuleBasedStateMachine):
         red=st.sampled_from([0.0, 0.2, 0.5]),
         protected=st.sampled_from([0.0, 0.4]),
         forecast=st.booleans(),
+        kept=st.sampled_from([0.0, 0.5, 1.0]),
     )
-    def start(self, rows, policy, blue, red, protected, forecast):
+    def start(self, rows, policy, blue, red, protected, forecast, kept):
         self.rows, self.now = rows, 0.0
         self.shares = {"blue": blue, "red": red}
         self.primary = primary_of(
-            rows, policy, self.shares, protected_share=protected, protect_seconds=5.0, clock=lambda: self.now
+            rows,
+            policy,
+            self.shares,
+            protected_share=protected,
+            protect_seconds=5.0,
+            kept_share=kept,
+            clock=lambda: self.now,
         )
         if forecast:
             self.primary.forecast_reuse(set())
         self.leases = []
+        self.used = {}  # by running request
 
     def kept(self, tenant):
         return int(self.shares.get(tenant, 0.0) * self.rows)
@@ -82,7 +90,11 @@ class Shares(RuleBasedStateMachine):
         missing = self.primary.find(keys).count(LookupResult.MISS)
         is_idle = not self.leases and not self.primary.protected_rows
         must_fit = is_idle and self.count()[tenant] + missing <= self.kept(tenant)
+        own = self.used.setdefault(request, set()) if request else set()
+        must_stay = [key for key in own if key in EVERY[tenant] and self.primary.lookup(key) is not LookupResult.MISS]
         allocation = self.checked({tenant}, lambda: self.primary.prepare_store(keys, request))
+        assert LookupResult.MISS not in self.primary.find(must_stay), "a request evicts nothing that it uses"
+        own.update(key for key in keys if allocation and self.primary.lookup(key) is not LookupResult.MISS)
         if must_fit:
             assert allocation is not None
             assert len(allocation.keys) == missing, "below its share a tenant always gets rows"
@@ -109,6 +121,7 @@ class Shares(RuleBasedStateMachine):
     def load(self, tenant, numbers, request):
         rows = self.primary.prepare_load(keys_of(tenant, *numbers), request)
         if rows is not None:
+            self.used.setdefault(request, set()).update(keys_of(tenant, *numbers))
             self.leases.append((lambda rows, _success: self.primary.complete_load(rows), rows))
 
     @rule(which=st.integers(0, 5), success=st.booleans())
@@ -126,6 +139,7 @@ class Shares(RuleBasedStateMachine):
     @rule(request=requests)
     def finish(self, request):
         self.primary.on_request_finished(request)
+        self.used.pop(request, None)
 
     @rule(tenant=tenants, numbers=numbers)
     def touch(self, tenant, numbers):
@@ -136,6 +150,14 @@ class Shares(RuleBasedStateMachine):
         self.now += seconds
         self.checked(set(), lambda: self.primary.release_expired(self.now))
 
+    @rule(tenant=tenants, numbers=numbers, high=st.booleans(), seconds=st.sampled_from([0.5, 2.0, 9.0]))
+    def keep(self, tenant, numbers, high, seconds):
+        self.checked(set(), lambda: self.primary.keep(keys_of(tenant, *numbers), seconds, high=high))
+
+    @rule(request=st.sampled_from(["a", "b", "c"]))
+    def be_of_low_priority(self, request):
+        self.primary.brings_low(request)
+
     @rule(tenant=tenants)
     def forget(self, tenant):
         self.checked({tenant}, lambda: self.primary.forget(EVERY[tenant]))
@@ -143,6 +165,7 @@ class Shares(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.primary.reset_cache()
+        self.used.clear()
 
     @invariant()
     def the_policies_have_what_is_resident(self):
@@ -196,6 +219,126 @@ def test_an_unused_share_is_used_by_others_until_its_tenant_wants_it():
     primary.complete_store(allocation.rows, True)
     primary.on_request_finished("b")
     assert primary.prepare_store(keys_of("", 10, 11, 12, 13), "r").evicted == keys_of("", 4, 3, 2, 1), "its own"
+
+
+def store_in_steps(primary, keys, request, step=8):
+    """Store a prompt as a scheduler does: where there is no room for all of a step, its first half; then no more."""
+    for start in range(0, len(keys), step):
+        wanted = part = keys[start : start + step]
+        while part and (allocation := primary.prepare_store(part, request)) is None:
+            part = part[: len(part) // 2]
+        if part:
+            primary.complete_store(allocation.rows, True)
+        if len(part) < len(wanted):
+            return False
+    return True
+
+
+def flooded(policy):
+    """Return a primary of 40 rows that red, whose share is half of them, and old chunks of others fill."""
+    primary = primary_of(40, policy, {"blue": 0.2, "red": 0.5})
+    for tenant, rows in (("red", 20), ("green", 12), ("blue", 8)):
+        store_in_steps(primary, keys_of(tenant, *range(rows)), f"old {tenant}")
+        primary.on_request_finished(f"old {tenant}")
+    return primary
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tenant", ["blue", "green"])
+def test_a_prompt_that_is_stored_in_several_steps_keeps_its_head(policy, tenant):
+    primary = flooded(policy)
+    prompt = keys_of(tenant, *range(100, 150))
+    took_all = store_in_steps(primary, prompt, "long")
+    rows = {"blue": 20, "green": 12}[tenant]  # what blue had before is not taken for another
+    run, _ = primary.resident_run(prompt)
+    assert run == primary.find(prompt).count(LookupResult.HIT), "none behind a gap"
+    if policy == "turn-hazard":  # which finds some of it not worth a row
+        assert run <= rows
+    else:
+        assert (run, took_all) == (rows, False), "there is no room for all of it"
+    assert resident(primary, "red") == 14, "of the 20, the first 14 have their numbers"
+    assert primary.misuse == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_begins_with_a_hit_keeps_that_in_its_later_steps(policy):
+    primary = flooded(policy)
+    prompt = keys_of("blue", *range(8), *range(100, 150))
+    primary.complete_load(primary.prepare_load(prompt[:8], "long"))
+    store_in_steps(primary, prompt[8:], "long")
+    run, _ = primary.resident_run(prompt)
+    assert run == primary.find(prompt).count(LookupResult.HIT)
+    assert run == 20 if policy != "turn-hazard" else 8 <= run <= 20, "turn-hazard may find some of it not worth a row"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_goes_on_to_the_tiers_when_it_has_filled_what_its_tenant_may_have(policy):
+    primary = flooded(policy)
+    primary.store_everything()
+    prompt = keys_of("blue", *range(100, 150))
+    assert store_in_steps(primary, prompt, "long") is True, "each chunk had a row, from where a tier takes it"
+    assert primary.resident_run(prompt)[0] >= 20 - 8, "only what the last step takes is missing at the end"
+
+
+def store(primary, keys, request):
+    """Store chunks for a request that ends then; return what has left for them."""
+    allocation = primary.prepare_store(keys, request)
+    primary.complete_store(allocation.rows, True)
+    primary.on_request_finished(request)
+    return allocation.evicted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hints_say_which_of_a_tenant_s_chunks_leave_and_not_how_many(policy):
+    """Blue and red have 10 of 20 rows each: what blue keeps stays, what it has brought of low priority goes first."""
+
+    def left(hints):
+        primary = primary_of(20, policy, {"blue": 0.3, "red": 0.3}, kept_share=1.0, clock=lambda: 0.0)
+        if hints:
+            primary.brings_low("low")
+        store(primary, keys_of("blue", *range(4)), "b")
+        store(primary, keys_of("red", *range(10)), "r")
+        store(primary, keys_of("blue", *range(4, 10)), "low")
+        if hints:
+            primary.keep(keys_of("blue", *range(4)), 60.0)
+            primary.keep(keys_of("red", *range(3)), 60.0, high=True)
+        return primary, store(primary, keys_of("green", *range(4)), "g")
+
+    (_, without), (primary, evicted) = left(hints=False), left(hints=True)
+    for tenant in ("blue", "red"):
+        counts = [sum(key in EVERY[tenant] for key in gone) for gone in (without, evicted)]
+        assert counts == [2, 2], "both are equally far above their shares, whatever they hint"
+    assert [key for key in evicted if key in EVERY["blue"]] == keys_of("blue", 9, 8), "the tail of low priority"
+    assert primary.figures()["kept_rows"] == 7
+    assert store(primary, keys_of("blue", *range(10, 14)), "b2")
+    assert primary.resident_run(keys_of("blue", *range(4))) == (4, 0)
+    assert primary.resident_run(keys_of("red", *range(3))) == (3, 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_tenant_keeps_costs_no_other_one_a_row(policy):
+    primary = primary_of(20, policy, {"blue": 0.5, "red": 0.2}, kept_share=1.0, clock=lambda: 0.0)
+    store(primary, keys_of("blue", *range(10)), "b")
+    store(primary, keys_of("red", *range(10)), "r")
+    primary.keep(EVERY["blue"], 60.0, high=True)
+    primary.keep(EVERY["red"], 60.0)
+    assert primary.figures()["kept_rows"] == 10 + 4, "of each in a part as large as its share"
+    assert len(store(primary, keys_of("blue", 10, 11), "b")) == 2
+    assert (resident(primary, "blue"), resident(primary, "red")) == (12, 8), "red was further above its share"
+    assert set(store(primary, keys_of("red", 10, 11, 12, 13), "r")) <= set(EVERY["red"]) | set(EVERY["blue"])
+    assert resident(primary, "blue") >= 10, "its share"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_a_tenant_keeps_all_it_has_its_stores_take_of_that(policy):
+    primary = primary_of(10, policy, {"blue": 0.8, "red": 0.2}, kept_share=1.0, clock=lambda: 0.0)
+    primary.store_everything()
+    store(primary, keys_of("red", 0, 1), "r")
+    store(primary, keys_of("blue", *range(8)), "b")
+    primary.keep(keys_of("blue", *range(8)), 60.0)
+    assert len(store(primary, keys_of("blue", 8, 9, 10), "b2")) == 3
+    assert (resident(primary, "blue"), resident(primary, "red")) == (8, 2)
+    assert primary.figures()["kept_given_up"] == 3
 
 
 given_shares = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=5)

@@ -126,7 +126,7 @@ def _tenant_key_problems(encryption: EncryptionConfig, config: OffloadConfig) ->
     if encryption.tenants and tenants is None:
         return ["encryption.tenants: the config has no 'tenants'; add 'tenants: {}'"]
     problems = []
-    for name in encryption.tenants:
+    for name in encryption.listed:
         try:
             check_tenant(name, config.namespace)
         except ConfigError as error:

@@ -1,15 +1,18 @@
 """The config of encryption: the sources of the live keys. No option has a key itself, so no dump of a config does.
 
-Requests without a tenant have the keys at the top, and so have tenants that are not under ``tenants``.
+Requests without a tenant have the keys at the top, and so have tenants that are not under ``tenants``, unless it has
+``"*"``, which says where each of these has its own.
 """
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from kvtiers.api import Duration, StrictModel, TierConfig
+from kvtiers.api.config import EACH_OTHER_TENANT
 from kvtiers.api.keys import TENANT
 from kvtiers.api.units import RESOLVED
 
@@ -23,6 +26,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAY_BE_A_KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=?|[0-9A-Fa-f]{64}")
 _SOURCES = "{file: PATH}, {env: NAME} or {command: [PROGRAM, ...]}"
 _LONGEST_TENANT = 60  # with a namespace of one character
+_NAME = "{tenant}"
 
 
 class KeySource(StrictModel):
@@ -69,6 +73,15 @@ class KeySource(StrictModel):
             return f"file {self.file}"
         return f"variable {self.env}" if self.env is not None else f"command {(self.command or ('',))[0]}"
 
+    def of_tenant(self, tenant: str) -> "KeySource":
+        """Return the source of one tenant of those that ``"*"`` stands for; the name is one that may stand in names."""
+        return self if self.file is None else self.model_copy(update={"file": self.file.replace(_NAME, tenant)})
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that has the files of all tenants, or their folders; None: they are from elsewhere."""
+        return None if self.file is None else Path(self.file.partition(_NAME)[0] + "_").parent
+
 
 class TenantKeys(StrictModel):
     """The live keys of one tenant: what is written has ``key``, what is read has either."""
@@ -88,13 +101,19 @@ class TenantKeys(StrictModel):
         """Return whether a program has to be run for one of them."""
         return any(source is not None and source.command is not None for source in (self.key, self.previous))
 
+    def of_tenant(self, tenant: str) -> "TenantKeys":
+        """Return the sources of one tenant of those that ``"*"`` stands for."""
+        previous = None if self.previous is None else self.previous.of_tenant(tenant)
+        return self.model_copy(update={"key": self.key.of_tenant(tenant), "previous": previous})
+
 
 class EncryptionConfig(TenantKeys):
     """The live keys of the config's namespace, and those of tenants that have keys of their own."""
 
     tenants: dict[str, TenantKeys] = Field(
         default_factory=dict,
-        description="tenants with keys of their own, each as here: 'key', and 'previous' while it is rotated",
+        description="tenants with keys of their own, each as here: 'key', and 'previous' while it is rotated; '*': of "
+        "each other tenant, with '{tenant}' in the path of a file",
     )
 
     @field_validator("tenants", mode="before")
@@ -107,9 +126,36 @@ class EncryptionConfig(TenantKeys):
             refuse_key(sources, f"a mapping with 'key' for {str(name)!r}")
         return tenants
 
+    @field_validator("tenants")
+    @classmethod
+    def _differ(cls, tenants: dict[str, TenantKeys]) -> dict[str, TenantKeys]:
+        others = tenants.get(EACH_OTHER_TENANT)
+        for source in () if others is None else (others.key, others.previous):
+            if source is not None and source.command is None and _NAME not in (source.file or ""):
+                raise ValueError(
+                    f"'*': expected a file with {_NAME!r} in its path, or a command: each tenant has its own"
+                )
+        return tenants
+
     def of(self, tenant: str) -> TenantKeys:
         """Return where a tenant's keys come from; "": those of requests without one."""
-        return self.tenants.get(tenant, self)
+        if tenant in self.tenants or not self.has_own(tenant):
+            return self.tenants.get(tenant, self)
+        return self.tenants[EACH_OTHER_TENANT].of_tenant(tenant)
+
+    def has_own(self, tenant: str) -> bool:
+        """Return whether a tenant has keys of its own, listed or by ``"*"``."""
+        return tenant in self.tenants or (bool(tenant) and self.others_have_own)
+
+    @property
+    def others_have_own(self) -> bool:
+        """Return whether tenants that are not listed have keys of their own."""
+        return EACH_OTHER_TENANT in self.tenants
+
+    @property
+    def listed(self) -> list[str]:
+        """The tenants that are named here."""
+        return [tenant for tenant in self.tenants if tenant != EACH_OTHER_TENANT]
 
     @property
     def has_two_keys(self) -> bool:

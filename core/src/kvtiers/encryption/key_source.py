@@ -2,7 +2,8 @@
 
 Files and variables are looked at when a config is loaded, so that a mistake ends the start; commands are not run then.
 A tier host reads all of them when it opens its tier, and keeps what is derived; the engine's process keeps no key.
-A tenant's keys are read by themselves: where they cannot be had, no other tenant is affected (``host/tenant_keys.py``).
+A tenant's keys are read by themselves: where they cannot be had, no other tenant is affected (``host/tenant_keys.py``;
+``host/first_use_keys.py`` for those of ``"*"``).
 """
 
 import base64
@@ -19,9 +20,11 @@ from pathlib import Path
 
 from kvtiers._process import spawn
 from kvtiers.api import ConfigError
+from kvtiers.api.config import EACH_OTHER_TENANT
 from kvtiers.api.units import format_duration
 from kvtiers.encryption.config import EncryptionConfig, KeySource
 from kvtiers.encryption.keys import INSTALL, KEY_BYTES, KeyRing, SealingKey, load_library
+from kvtiers.layout.storage_name import check_tenant
 
 __all__ = ["check_sources", "open_file_warnings", "open_keys", "read_key"]
 
@@ -33,26 +36,39 @@ _KILLED_SECONDS = 1.0
 _MAY_BE_A_KEY = re.compile(r"[A-Za-z0-9+/_=-]{24,}")
 
 
+class _NoKeyError(ConfigError):
+    """There is nothing where a key would be: no such file, or a command that prints nothing."""
+
+
 def open_keys(config: EncryptionConfig, namespace: str, tenant: str = "") -> KeyRing:
     """Read and derive the live keys of a namespace, or a tenant's own; ConfigError, in one line, if one is not there.
 
-    ``tenant``: "" or one that is not under ``tenants``: those of the namespace, in which ``KeyRing.add`` puts the
-    tenants'.
+    ``tenant``: "" or one without keys of its own: those of the namespace, in which ``KeyRing.add`` puts the tenants'.
+    One that is not listed, but has its own by ``"*"``, need have no previous key.
     """
     load_library()
-    tenant = tenant if tenant in config.tenants else ""
-    keys = [
-        SealingKey(read_key(source, where, namespace, tenant), namespace) for where, source in _sources(config, tenant)
-    ]
-    return KeyRing(*keys, where=_place(tenant), tenants=() if tenant else config.tenants)
+    tenant = check_tenant(tenant) if config.has_own(tenant) else ""  # it may be put into the path of a file
+    keys: list[SealingKey] = []
+    for where, source in _sources(config, tenant):
+        try:
+            keys.append(SealingKey(read_key(source, where, namespace, tenant), namespace))
+        except _NoKeyError:
+            if not keys or tenant in config.tenants:
+                raise
+    if tenant:
+        return KeyRing(*keys, where=_place(config, tenant))
+    return KeyRing(*keys, tenants=config.listed, others_have_own=config.others_have_own)
 
 
 def check_sources(config: EncryptionConfig) -> list[str]:
     """Return what is wrong with files, variables and the installation, a line each; runs no command."""
     # Looked for, not imported: the engine's process does not need it.
     problems = [] if find_spec("cryptography") else [INSTALL]
-    for tenant in ("", *config.tenants):
+    for tenant in ("", *config.listed):
         problems += _problems_of(config, tenant)
+    for where, source in _sources(config, EACH_OTHER_TENANT) if config.others_have_own else ():
+        if source.folder is not None and not source.folder.is_dir():
+            problems.append(f"{where}.file: there is no folder {str(source.folder)!r}")
     return problems
 
 
@@ -75,7 +91,7 @@ def _problems_of(config: EncryptionConfig, tenant: str) -> list[str]:
 
 def open_file_warnings(config: EncryptionConfig) -> Iterator[str]:
     """Yield a line for each key file that every user of this machine can read or write."""
-    for where, source in (each for tenant in ("", *config.tenants) for each in _sources(config, tenant)):
+    for where, source in (each for tenant in ("", *config.listed) for each in _sources(config, tenant)):
         if source.file is None:
             continue
         with contextlib.suppress(OSError):  # then reading it is the problem
@@ -93,7 +109,8 @@ def read_key(source: KeySource, where: str, namespace: str, tenant: str = "") ->
                 content = file.read(_LARGEST + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"{where}.file: cannot read {source.file!r}: {reason}") from None
+            kind = _NoKeyError if isinstance(error, FileNotFoundError) else ConfigError
+            raise kind(f"{where}.file: cannot read {source.file!r}: {reason}") from None
     elif source.env is not None:
         text = os.environ.get(source.env)
         if text is None:
@@ -101,15 +118,19 @@ def read_key(source: KeySource, where: str, namespace: str, tenant: str = "") ->
         content = text.encode("utf-8", "surrogateescape")
     else:
         content = _output_of(source, where, namespace, tenant)
+        if not content:
+            raise _NoKeyError(f"{where}: {source.in_words()} has printed nothing; {_MAKE}")
     return _decoded(content, f"{where}: {source.in_words()}")
 
 
-def _place(tenant: str) -> str:
-    return f"encryption.tenants.{tenant}" if tenant else "encryption"
+def _place(config: EncryptionConfig, tenant: str) -> str:
+    if not config.has_own(tenant):
+        return "encryption"
+    return f"encryption.tenants.{tenant if tenant in config.tenants else EACH_OTHER_TENANT}"
 
 
 def _sources(config: EncryptionConfig, tenant: str) -> Iterator[tuple[str, KeySource]]:
-    where, sources = _place(tenant), config.of(tenant)
+    where, sources = _place(config, tenant), config.of(tenant)
     yield f"{where}.key", sources.key
     if sources.previous is not None:
         yield f"{where}.previous", sources.previous

@@ -20,7 +20,7 @@ Nothing here prints a key. ``cryptography`` is imported with the first key.
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -125,11 +125,12 @@ class SealingKey:
 class KeyRing:
     """The live keys of one scope. ``current``: what is written has it; ``previous``: is read, too.
 
-    ``tenants``: those that have keys of their own. Until they are added such a tenant has none: it never gets the
-    namespace's. ``where``: of these keys in the config, for the line that refuses them.
+    ``tenants``: those that have keys of their own, and with ``others_have_own`` all others, too. Until they are added
+    such a tenant has none: it never gets the namespace's. ``where``: of these keys in the config, for the line that
+    refuses them.
     """
 
-    __slots__ = ("_tenants", "current", "has_two", "missing", "previous")
+    __slots__ = ("_others_have_own", "_tenants", "current", "has_two", "missing", "previous")
 
     def __init__(
         self,
@@ -138,12 +139,14 @@ class KeyRing:
         *,
         where: str = "encryption",
         tenants: Iterable[str] = (),
+        others_have_own: bool = False,
     ) -> None:
         if previous is not None and previous.id == current.id:
             raise ConfigError(f"{where}: 'key' and 'previous' are the same key; leave 'previous' out, or correct one")
         self.current = current
         self.previous = previous
         self._tenants: dict[str, KeyRing | None] = dict.fromkeys(tenants)
+        self._others_have_own = others_have_own
         self.missing = set(self._tenants)
         """The tenants whose keys have not been added."""
         self.has_two = previous is not None
@@ -154,7 +157,19 @@ class KeyRing:
 
     def of(self, tenant: str) -> "KeyRing | None":
         """Return the live keys of a tenant ("": of none); None: it has keys of its own, which are not there."""
-        return self._tenants.get(tenant, self)
+        return self._tenants.get(tenant, None if tenant and self._others_have_own else self)
+
+    def is_listed(self, tenant: str) -> bool:
+        """Return whether this is a tenant of ``tenants``, or none."""
+        return not tenant or tenant in self._tenants
+
+    def with_tenants(self, rings: "Mapping[str, KeyRing | None]") -> "KeyRing":
+        """Return these keys with those of more tenants, which are missing where there are none."""
+        ring = KeyRing(self.current, self.previous, others_have_own=self._others_have_own)
+        ring._tenants = {**self._tenants, **rings}
+        ring.missing = self.missing | {tenant for tenant, own in rings.items() if own is None}
+        ring.has_two = self.has_two or any(own is not None and own.previous is not None for own in rings.values())
+        return ring
 
     def add(self, tenant: str, ring: "KeyRing") -> str:
         """Use these keys for a tenant from now on; return whose key it has, in words, if that is another's, too.

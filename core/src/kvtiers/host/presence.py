@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey, StoreContractError
 from kvtiers.api.answers import present_each
-from kvtiers.encryption.keys import KeyRing
 from kvtiers.host.store_calls import Attempts, KnownNames, StoreLog
 from kvtiers.layout.storage_name import StorageNames
 
@@ -16,30 +15,30 @@ __all__ = ["Presence"]
 
 
 class Presence:
-    """Asks one store. Used by several threads at once.
+    """Asks one store. Used by several threads at once. ``names_per_call``: how many names it takes in one question."""
 
-    ``names_per_call``: how many names the store takes in one question. ``keys``: those of its names, if they are keyed.
-    """
-
-    def __init__(
-        self, store: ChunkStore, attempts: Attempts, known: KnownNames, store_log: StoreLog, keys: KeyRing | None
-    ) -> None:
+    def __init__(self, store: ChunkStore, attempts: Attempts, known: KnownNames, store_log: StoreLog) -> None:
         self._store = store
         self._attempts = attempts
         self._known = known
         self._store_log = store_log
-        self._keys = keys
         self.names_per_call = max(1, int(store.exists_per_call))
 
     def probe(
-        self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float, *, is_prefix: bool
+        self,
+        all_names: Sequence[StorageNames],
+        keys: Sequence[OffloadKey],
+        give_up_at: float,
+        *,
+        is_prefix: bool,
+        may_lack_names: bool,
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence.
 
-        ``all_names``: those that values are written with, then those that they are read with too. A key that has no
-        name, since its tenant's own key is missing, is absent, unasked.
+        ``all_names``: those that values are written with, then those that they are read with too. ``may_lack_names``:
+        a key may have no name, since its tenant's own key is missing; such a key is absent, unasked.
         """
-        if self._keys is None or not self._keys.missing:
+        if not may_lack_names:
             return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
         named = [all_names[0].has_name(key) for key in keys]
         if all(named):

@@ -16,6 +16,7 @@ from kvtiers.encryption.key_source import open_file_warnings, open_keys
 from kvtiers.encryption.keys import KeyRing
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.compressed_store import compressed_store
+from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.host.layout_record import LayoutRecord
 from kvtiers.host.quotas import TenantQuotas
 from kvtiers.host.tenant_keys import TenantKeyReader
@@ -68,6 +69,7 @@ class StoreOpener:
         self._claimed = claimed
         self._encryption = encryption
         self._tenant_keys: TenantKeyReader | None = None
+        self._first_use: FirstUseKeys | None = None
 
     def open(
         self, open_store: Callable[[], ChunkStore], names: StorageNames, options: MoverOptions
@@ -97,6 +99,7 @@ class StoreOpener:
                 self._label,
                 self._claimed,
                 keys,
+                self._first_use,
                 names.namespace,
                 store,
             )
@@ -107,8 +110,9 @@ class StoreOpener:
 
     def close(self) -> None:
         """Read no further key."""
-        if (reader := self._tenant_keys) is not None:
-            reader.close()
+        for reader in (self._tenant_keys, self._first_use):
+            if reader is not None:
+                reader.close()
 
     def _open_keys(self, namespace: str) -> tuple[KeyRing | None, str]:
         """Read the keys, if values are encrypted; return why they cannot be had, if so."""
@@ -129,14 +133,15 @@ class StoreOpener:
     def _read_tenant_keys(self, keys: KeyRing | None, namespace: str) -> None:
         """Read the keys of tenants that have their own; those that do not come at once are added later."""
         encryption = self._encryption
-        if self._tenant_keys is not None:  # of an opening that failed after it
-            self._tenant_keys.close()
+        self.close()  # those of an opening that failed after it
         if encryption is None or keys is None or not encryption.tenants:
             return
         reader = TenantKeyReader(encryption, namespace, keys, self._label, self._pauses)
         self._tenant_keys = reader
-        if self._stop.is_set():  # ``close`` may not have seen it
-            reader.close()
+        if encryption.others_have_own:
+            self._first_use = FirstUseKeys(encryption, namespace, keys, self._label, self._pauses)
+        if self._stop.is_set():  # ``close`` may not have seen them
+            self.close()
         reader.read()
 
 

@@ -30,7 +30,7 @@ _MOST_NAMED = 8  # tenants, in one line of the log
 
 
 class TenantKeyReader:
-    """Reads the keys of all tenants of a config that have their own, and adds them to the namespace's (``ring``).
+    """Reads the keys of all tenants that a config lists, and adds them to the namespace's (``ring``).
 
     ``pauses``: seconds until keys that could not be had are tried again, doubling from the first to the second.
     """
@@ -44,7 +44,7 @@ class TenantKeyReader:
         self._label = label
         self._pauses = pauses
         # Commands, which may take long, do not keep tenants from keys that are at hand.
-        self._waiting = deque(sorted(config.tenants, key=lambda tenant: config.of(tenant).runs_a_command))
+        self._waiting = deque(sorted(config.listed, key=lambda tenant: config.of(tenant).runs_a_command))
         self._goes_on = False
         self._lock = threading.Lock()
         self._tried = threading.Semaphore(0)
@@ -112,7 +112,7 @@ class TenantKeyReader:
     def _log_all(self) -> None:
         if missing := len(self._ring.missing):
             text = "%s: without this tier, until their keys can be read: %d of the %d tenants that have their own"
-            _log.warning(text, self._label, missing, len(self._config.tenants), extra={"once": True})
+            _log.warning(text, self._label, missing, len(self._config.listed), extra={"once": True})
         rings = self._ring.of_tenants
         words = [f"{tenant!r}: {ring.in_words()}" for tenant, ring in [*rings.items()][:_MOST_NAMED]]
         if len(rings) > _MOST_NAMED:

@@ -28,6 +28,7 @@ from kvtiers.encryption.keys import KeyRing, SealingKey
 from kvtiers.encryption.seal import decrypt_value, encrypt_value
 from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
 from kvtiers.host.claimed_views import ClaimedViews
+from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.host.messages import Status
 from kvtiers.host.presence import Presence
 from kvtiers.host.quotas import TenantQuotas
@@ -134,6 +135,7 @@ class ValueMover:
         label: str = "",
         claimed: ClaimedViews | None = None,
         keys: KeyRing | None = None,
+        first_use: FirstUseKeys | None = None,
         namespace: str = "",
         lists: ChunkStore | None = None,
     ) -> None:
@@ -141,6 +143,7 @@ class ValueMover:
         self._claimed = claimed
         self._keys = keys
         label = label or type(store).__name__
+        self._first_use = first_use
         self._epoch = epoch
         self._views = views
         self._options = options
@@ -149,7 +152,7 @@ class ValueMover:
         self._attempts = Attempts(store.transient_errors, options.retries, self._limiter, stop)
         self._known = KnownNames(options.exists_ttl)
         self._store_log = StoreLog(label)
-        self._presence = Presence(store, self._attempts, self._known, self._store_log, keys)
+        self._presence = Presence(store, self._attempts, self._known, self._store_log)
         self._calls = StoreCalls(store)
         self.quotas: TenantQuotas | None = None
         """Where tenants have some: for a thread of its own."""
@@ -185,24 +188,30 @@ class ValueMover:
         self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
-        return self._presence.probe(self._all_names(names), keys, give_up_at, is_prefix=is_prefix)
+        ring = self._ring_of(keys)
+        may_lack_names = ring is not None and bool(ring.missing)
+        all_names = self._all_names(names, ring)
+        return self._presence.probe(all_names, keys, give_up_at, is_prefix=is_prefix, may_lack_names=may_lack_names)
 
-    def _move_named(self, run: ValueRun, without: Status, move: Callable[[ValueRun], Moved]) -> Moved:
+    def _move_named(
+        self, run: ValueRun, without: Status, move: Callable[[ValueRun, Sequence[StorageNames]], Moved]
+    ) -> Moved:
         """Move the values that have a name; those of tenants whose keys cannot be had get the status ``without``."""
-        if self._keys is None or not self._keys.missing:
-            return move(run)
-        names = self._all_names(run.names)[0]
-        places = [place for place, key in enumerate(run.keys) if names.has_name(key)]
+        ring = self._ring_of(run.keys)
+        all_names = self._all_names(run.names, ring)
+        if ring is None or not ring.missing:
+            return move(run, all_names)
+        places = [place for place, key in enumerate(run.keys) if all_names[0].has_name(key)]
         if len(places) == len(run.keys):
-            return move(run)
-        moved = move(run.only(places)).widened(places, len(run.keys), without)
+            return move(run, all_names)
+        moved = move(run.only(places), all_names).widened(places, len(run.keys), without)
         moved.error = moved.error or ("" if without is Status.MISSING else _NO_KEY)
         return moved
 
-    def _load(self, run: ValueRun) -> Moved:
+    def _load(self, run: ValueRun, all_names: Sequence[StorageNames]) -> Moved:
         moved = Moved.nothing(len(run.keys))
         indexes: Sequence[int] = range(len(run.keys))
-        for names in self._all_names(run.names):
+        for names in all_names:
             indexes = [index for index in indexes if names.has_name(run.keys[index])]
             self._move_all(moved, replace(run, names=names), indexes, is_load=True)
             indexes = [index for index in indexes if moved.statuses[index] == Status.MISSING]
@@ -210,9 +219,9 @@ class ValueMover:
                 break
         return moved
 
-    def _store_values(self, run: ValueRun) -> Moved:
+    def _store_values(self, run: ValueRun, all_names: Sequence[StorageNames]) -> Moved:
         moved = Moved.nothing(len(run.keys))
-        run = replace(run, names=self._all_names(run.names)[0])
+        run = replace(run, names=all_names[0])
         with plugin_boundary() as store:
             present = self._present(run, moved)
         if store.error:
@@ -249,10 +258,10 @@ class ValueMover:
             may_be_there = moved.statuses[index] not in _NOT_TAKEN
             quotas.settle(tenant_of(key), sizes[group_of(key)][1], may_be_there=may_be_there)
 
-    def _delete_values(self, run: ValueRun) -> Moved:
+    def _delete_values(self, run: ValueRun, all_names: Sequence[StorageNames]) -> Moved:
         moved = Moved.nothing(len(run.keys), "the tier is read-only" if self._options.read_only else "")
         keys = () if self._options.read_only else run.keys
-        per_call, all_names = _DELETED_PER_CALL, self._all_names(run.names)
+        per_call = _DELETED_PER_CALL
         for start in range(0, len(keys), per_call):
             part = keys[start : start + per_call]
             some = [name for names in all_names for name in names.names([key for key in part if names.has_name(key)])]
@@ -300,10 +309,13 @@ class ValueMover:
 
     # -- moving
 
-    def _all_names(self, names: StorageNames) -> Sequence[StorageNames]:
+    def _ring_of(self, keys: Sequence[OffloadKey]) -> KeyRing | None:
+        return self._keys if self._first_use is None else self._first_use.ring_of(keys)
+
+    def _all_names(self, names: StorageNames, ring: KeyRing | None) -> Sequence[StorageNames]:
         """Return the names that values have in this store: first those that are written, then one that is read."""
         names = names.of_epoch(self._epoch)
-        return [names] if self._keys is None else KeyedNames.of_ring(names, self._keys)
+        return [names] if ring is None else KeyedNames.of_ring(names, ring)
 
     def _move_all(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> None:
         sizes, sealing = self._options.sizes, run.names.key_of if isinstance(run.names, KeyedNames) else _in_clear

@@ -1,16 +1,14 @@
 """The resident chunks of the primary: which chunks have a row, which of them are evictable, and eviction.
 
 A chunk is *evictable* if it is ready, has no readers and is not a protected promotion. Every change of that is passed
-on to the policy, which sees nothing else of rows; but for chunks that hints hold back (``kept.py``).
+on to the policy, which sees nothing else of rows.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, filterfalse, islice
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.primary.eviction import EvictionPolicy, TenantShares
-from kvtiers.primary.kept import Kept
+from kvtiers.primary.eviction import EvictionPolicy, HintedPolicy, TenantShares
 from kvtiers.primary.protection import Protection
 from kvtiers.primary.row_table import RowTable
 
@@ -33,7 +31,6 @@ class Residents:
         rows: RowTable,
         policy: EvictionPolicy,
         unread: Protection,
-        kept: Kept,
         shares: TenantShares | None = None,
     ) -> None:
         """Take the parts. ``shares``: the policy itself, or what it evicts by, where tenants have shares."""
@@ -42,7 +39,8 @@ class Residents:
         self.policy = policy
         self.unread = unread
         self._shares = shares
-        self.kept = kept
+        self.hints: HintedPolicy | TenantShares | None = shares
+        """What takes hints, once there are some: the policy, or what it evicts by."""
         self.clean: set[OffloadKey] = set()
         self.evictable = 0
         self.may_decline = True
@@ -69,8 +67,6 @@ class Residents:
         row_of = self.row_of
         present = [] if row_of.keys().isdisjoint(offered) else [key for key in offered if key in row_of]
         missing = [key for key in offered if key not in row_of] if present else list(offered)
-        if self.kept.is_active:
-            self.kept.used(present, request_id)
         if not missing:
             self.policy.access(present, request_id)
             return Allocation([], [], [])
@@ -88,7 +84,11 @@ class Residents:
             if self.unread.keys:
                 self.unlock_idle(self.unread.expire(clock()))
             least = wanted if limit is None else 1
-            wanted, evicted = self._make_room(wanted, least, reserve, present, keys[:used], request_id)
+            # Where tenants have shares, no prompt evicts its own head; but by way of rows a tier gets all of it.
+            shares = self._shares if limit is None else None
+            spared = keys[:used] if shares is None else shares.used_by(request_id)
+            yields = shares is not None and not self.may_decline
+            wanted, evicted = self._make_room(wanted, least, reserve, present, spared, request_id, yields=yields)
         if wanted <= 0:
             return None
         if wanted < len(missing):
@@ -97,21 +97,15 @@ class Residents:
         rows = self.rows.allocate(missing)
         row_of.update(zip(missing, rows, strict=True))
         self.policy.access(offered, request_id, missing)
-        if self.kept.is_active:
-            self.kept.brought(missing, request_id)
         return Allocation(missing, rows, evicted)
 
     def keep(self, keys: Sequence[OffloadKey], until: float, *, high: bool) -> None:
         """Keep these chunks, resident or not, until this time."""
         idle = self._evictable_of([key for key in keys if key in self.row_of])
         self._lock(idle)
-        self.give_back(self.kept.keep(keys, until, high=high))
+        if self.hints is not None:
+            self.hints.keep(keys, until, high=high)
         self.unlock(idle)
-
-    def give_back(self, keys: Sequence[OffloadKey]) -> None:
-        """Let the policy have chunks that were held back."""
-        if keys:
-            self.policy.mark_evictable(keys)
 
     def pin(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[OffloadKey]] | None:
         """Add a reader to each of these chunks; return their rows, and the keys that had no reader before.
@@ -139,7 +133,7 @@ class Residents:
         """Make these chunks evictable."""
         if keys:
             self.evictable += len(keys)
-            self.give_back(self.kept.hold(keys) if self.kept.is_active else keys)
+            self.policy.mark_evictable(keys)
 
     def unlock_idle(self, keys: Sequence[OffloadKey]) -> None:
         """Make those of these chunks evictable that have no readers."""
@@ -152,8 +146,6 @@ class Residents:
             self.policy.remove(keys)
             for key in keys:
                 del self.row_of[key]
-            if self.kept.is_active:
-                self.kept.left(keys)
 
     def leave(self) -> list[OffloadKey]:
         """Drop the chunks of retired rows that are not in use; return their keys."""
@@ -177,7 +169,6 @@ class Residents:
         self.row_of.clear()
         self.policy.clear()
         self.unread.clear()
-        self.kept.clear()
         self.clean.clear()
         self.rows.forget_all()
         self.evictable = 0
@@ -186,7 +177,7 @@ class Residents:
         self, offered: Sequence[OffloadKey], present: list[OffloadKey], missing: list[OffloadKey], request_id: str
     ) -> tuple[Sequence[OffloadKey], list[OffloadKey], list[OffloadKey]]:
         """Return the head of these keys that the policy finds worth what would leave for it, and count the others."""
-        low = self.kept.first_out if self.kept.is_active else 0
+        low = 0 if self.hints is None else self.hints.first_out
         if not self.may_decline or len(missing) <= self.rows.free + low:
             return offered, present, missing
         worth = max(0, self.policy.worth_storing(offered, request_id))
@@ -203,21 +194,28 @@ class Residents:
         least: int,
         reserve: int,
         present: Sequence[OffloadKey],
-        used: Sequence[OffloadKey],
+        used: Collection[OffloadKey],
         request_id: str,
+        *,
+        yields: bool,
     ) -> tuple[int, list[OffloadKey]]:
         """Evict what it takes to have ``wanted`` rows, or fewer, and ``reserve`` left.
 
         Return how many rows there are, and what was evicted: 0, and nothing, if there cannot be ``least``. None of
-        ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request.
+        ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request. ``yields``: these
+        do leave, when there is nothing else.
         """
         free, kept = self.rows.free, self._evictable_of(present)
         obtainable = self.evictable if self._shares is None else self._shares.obtainable()
-        room = free + obtainable - max(reserve, len(kept) + len(used))
-        if room < wanted and used:  # only now is it worth the time to see which of these could leave
-            kept = self._evictable_of([*present, *used])
-            used = ()
-            room = free + obtainable - max(reserve, len(kept))
+        room = free + obtainable - max(reserve, len(kept) + (0 if yields else len(used)))
+        if room < wanted and used and not yields:  # only now is it worth the time to see which of these could leave
+            if self._shares is None:
+                kept, used = self._evictable_of([*present, *used]), ()
+                spared = len(kept)
+            else:
+                own = self._shares.evictable_of(used)
+                spared = len(own) + sum(key not in own for key in kept)
+            room = free + obtainable - max(reserve, spared)
         wanted = min(wanted, room)
         if wanted < least:
             return 0, []
@@ -226,22 +224,9 @@ class Residents:
         count = wanted - free
         evicted = self._evict(count, kept, request_id, unused=True) if used else []
         if len(evicted) < count:
-            kept = self._evictable_of([*present, *used]) if used else kept
+            kept = self._evictable_of([*present, *used]) if used and not yields else kept
             evicted += self._evict(count - len(evicted), kept, request_id)
         return (free + len(evicted) if evicted else 0), evicted
-
-    def coldest(self) -> Iterator[OffloadKey]:
-        """Yield the evictable chunks in about the order in which they leave."""
-        if not self.kept.is_active:
-            return self.policy.coldest()
-        others = filterfalse(self.kept.leaves_first, self.policy.coldest())
-        return chain(self.kept.iter_first_out(), others, self.kept.iter_held())
-
-    def leaving(self, count: int, seen: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Return, of the ``count`` chunks that leave next, those not in ``seen``, or fewer."""
-        if not (self.kept.is_active and self.kept.first_out):
-            return self.policy.leaving(count, seen)
-        return [key for key in islice(self.coldest(), count) if key not in seen]
 
     def _evict(
         self, count: int, kept: Sequence[OffloadKey], request_id: str, *, unused: bool = False
@@ -251,18 +236,7 @@ class Residents:
         ``unused``: fewer where the policy cannot say at once that this request does not use them.
         """
         self._lock(kept)
-        victims = self._low_victims(count, request_id) if self.kept.is_active else []
-        left = count - len(victims)
-        if unused and left:
-            victims += self.policy.evict_unused(left, request_id)
-        elif left:
-            if (short := left - (self.evictable - len(victims) - self.kept.held)) > 0:
-                self.give_back(self.kept.give_up(short))
-            chosen = self.policy.evict(left) or []
-            assert len(chosen) in {0, left}, "the policy evicted another number than it was asked for"
-            victims += chosen
-        if self.kept.is_active:
-            self.kept.left(victims)
+        victims = self.policy.evict_unused(count, request_id) if unused else self.policy.evict(count) or []
         self.unlock(kept)
         self.rows.evict(list(map(self.row_of.pop, victims)))
         if self.clean:
@@ -270,23 +244,15 @@ class Residents:
         self.evictable -= len(victims)
         return victims
 
-    def _low_victims(self, count: int, request_id: str) -> list[OffloadKey]:
-        """Take chunks of low priority from the policy, for eviction; none that the request has brought itself."""
-        victims = self.kept.take_first_out(count, request_id)
-        if victims:
-            self.policy.remove(victims)
-        return victims
-
     def _evictable_of(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        return self._unprotected(self.rows.idle_keys([self.row_of[key] for key in dict.fromkeys(keys)]))
+        return self._unprotected(
+            self.rows.idle_keys([self.row_of[key] for key in dict.fromkeys(keys) if key in self.row_of])
+        )
 
     def _lock(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
             self.evictable -= len(keys)
-            if self.kept.is_active:
-                keys = self.kept.unhold(keys)
-            if keys:
-                self.policy.mark_pinned(keys)
+            self.policy.mark_pinned(keys)
 
     def _unprotected(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         protected = self.unread.keys

@@ -24,7 +24,7 @@ from itertools import filterfalse, islice
 from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.primary.eviction import EvictionPolicy, TenantShares, WithForecast, make_policy
+from kvtiers.primary.eviction import EvictionPolicy, HintedPolicy, TenantShares, WithForecast, make_policy
 from kvtiers.primary.kept import Kept
 from kvtiers.primary.protection import Protection
 from kvtiers.primary.residents import Allocation, Residents
@@ -50,7 +50,7 @@ class CPUPrimaryTier:
     are protected from eviction until they are first read, for ``protect_seconds`` at most, and on at most
     ``protected_share`` of the rows. Hints keep chunks on at most ``kept_share`` of them. ``record_events``: the caller
     takes the events, of the primary and of the tiers. ``shares``: by tenant, of the rows, which other tenants' chunks
-    never take; then ``policy`` is the name of one, and hints of priority and TTL are not used, as they have no tenants.
+    never take; then ``policy`` is the name of one.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class CPUPrimaryTier:
         self.row_stride = row_stride
         self._view = view
         self._rows = RowTable(num_rows)
-        own = None
+        self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
+        most_kept, own = int(kept_share * num_rows), None
         if isinstance(policy, str):
             make = partial(make_policy, policy, num_rows, clock)
-            own = TenantShares(num_rows, shares, make) if shares else None
+            own = TenantShares(num_rows, shares, make, most_kept) if shares else None
             policy = own or make()
         self._policy: EvictionPolicy = policy
-        self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
-        self._takes_hints = own is None
-        self._kept = Kept(int(kept_share * num_rows) if self._takes_hints else 0)
-        self._chunks = Residents(self._rows, self._policy, self._unread, self._kept, own)
+        self._kept = Kept(most_kept)
+        self._all_kept = [self._kept] if own is None else own.all_kept
+        self._chunks = Residents(self._rows, self._policy, self._unread, own)
         self._row_of = self._chunks.row_of
         self.records_events = record_events
         self.events: list[OffloadEvent] = []
@@ -176,7 +176,7 @@ class CPUPrimaryTier:
 
     def figures(self) -> dict[str, int]:
         """Return all of these numbers by name, in one call, since it is made at the end of each step."""
-        rows, chunks = self._rows, self._chunks
+        rows, chunks, kept = self._rows, self._chunks, self._all_kept
         return {
             "rows": rows.num_rows,
             "free_rows": rows.free,
@@ -188,9 +188,9 @@ class CPUPrimaryTier:
             "retired_rows": rows.retired,
             "closed_rows": rows.closed,
             "clean_rows": len(chunks.clean),
-            "kept_rows": self._kept.held,
-            "kept_over_share": self._kept.over_share,
-            "kept_given_up": self._kept.given_up,
+            "kept_rows": sum(hints.held for hints in kept),
+            "kept_over_share": sum(hints.over_share for hints in kept),
+            "kept_given_up": sum(hints.given_up for hints in kept),
             "misuse": rows.misuse,
         }
 
@@ -273,8 +273,6 @@ class CPUPrimaryTier:
             return None
         rows, unpinned = found
         self._unread.end(keys)
-        if self._kept.is_active:
-            self._kept.used(keys, request_id)
         # A key named twice was pinned by its first mention only.
         self._policy.access(keys if len(unpinned) == len(keys) else list(dict.fromkeys(keys)), request_id)
         return rows
@@ -297,17 +295,22 @@ class CPUPrimaryTier:
 
         Head first: of more chunks than may be kept, the first ones are. ``high``: later than others that are kept.
         """
+        self._take_hints()
         self._chunks.keep(list(dict.fromkeys(keys)), self._clock() + seconds, high=high)
+
+    def _take_hints(self) -> None:
+        if self._chunks.hints is None:  # the first ones: without any they cost nothing
+            hinted = HintedPolicy(self._policy, self._kept, self._chunks.evictable)
+            self._policy = self._chunks.policy = self._chunks.hints = hinted
 
     def brings_low(self, request_id: str) -> None:
         """Let chunks that this request will bring, and that no other request uses, leave before others."""
-        if self._takes_hints:
-            self._kept.brings_low(request_id)
+        self._take_hints()
+        for kept in self._all_kept:  # whose request it is shows with its first use
+            kept.brings_low(request_id)
 
     def on_request_finished(self, request_id: str) -> None:
         """Settle the recency of all chunks that the request has used."""
-        if self._kept.is_active:
-            self._kept.request_finished(request_id)
         self._policy.request_finished(request_id)
 
     # The tiers' leases
@@ -375,8 +378,8 @@ class CPUPrimaryTier:
 
         ``now`` by the tier's clock.
         """
-        if self._kept.is_active:
-            self._chunks.give_back(self._kept.expire(now))
+        if (hints := self._chunks.hints) is not None:
+            hints.expire(now)
         if expired := self._unread.expire(now):
             self._chunks.unlock_idle(expired)
 
@@ -416,14 +419,14 @@ class CPUPrimaryTier:
 
         Only those that ``accept`` says True to, and none that is marked clean unless ``clean`` is set.
         """
-        keys = self._chunks.coldest()
+        keys = self._policy.coldest()
         if not clean:
             keys = filterfalse(self._chunks.clean.__contains__, keys)
         return list(islice(filter(accept, keys) if accept else keys, count))
 
     def leaving(self, count: int, seen: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return, of the ``count`` chunks that leave next, those not in ``seen``, or fewer. Changes nothing."""
-        return self._chunks.leaving(count, seen)
+        return self._policy.leaving(count, seen)
 
     def dirty(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks among ``keys`` that are not marked clean."""

@@ -109,7 +109,8 @@ def _encryption(config: OffloadConfig) -> Iterator[Finding]:
         return
     found = f"{ring.in_words()} of namespace {config.namespace!r}"
     yield Finding("ok", f"{found}; in clear: {', '.join(clear)}" if clear else found)
-    for tenant in encryption.tenants:
+    named = () if config.tenants is None or not encryption.others_have_own else config.tenants.named
+    for tenant in dict.fromkeys([*encryption.listed, *named]):
         yield from _tenant_key(encryption, config.namespace, tenant, ring)
     for line in open_file_warnings(encryption):
         where, _, fix = line.rpartition("; ")

@@ -80,7 +80,7 @@ class LiveKeys:
 
     def are_own(self, tenant: str) -> bool:
         """Return whether this tenant has keys of its own."""
-        return self._encryption is not None and tenant in self._encryption.tenants
+        return self._encryption is not None and self._encryption.has_own(tenant)
 
     def of_scope(self, namespace: str, tenant: str = "") -> KeyRing | None:
         """Return the live keys of a namespace, or of a tenant that has its own, as ``of`` does."""

@@ -7,6 +7,7 @@ from kvtiers.api import ConfigError, TierPluginError
 from kvtiers.primary.eviction.arc import ARCPolicy
 from kvtiers.primary.eviction.base import EvictionPolicy
 from kvtiers.primary.eviction.forecast import WithForecast
+from kvtiers.primary.eviction.hinted import HintedPolicy
 from kvtiers.primary.eviction.lru import LRUPolicy
 from kvtiers.primary.eviction.shares import TenantShares
 from kvtiers.primary.eviction.turn_hazard import TurnHazardPolicy
@@ -15,6 +16,7 @@ __all__ = [
     "BUILT_IN",
     "ARCPolicy",
     "EvictionPolicy",
+    "HintedPolicy",
     "LRUPolicy",
     "TenantShares",
     "TurnHazardPolicy",

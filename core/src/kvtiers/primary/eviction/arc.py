@@ -122,13 +122,22 @@ class ARCPolicy(EvictionPolicy):
             return None
         from_once = min(count, self._once.evictable, self._above_target())
         from_often = min(count - from_once, self._often.evictable)
-        once = self._once.evict(count - from_often)
-        often = self._often.evict(from_often)
-        assert once is not None
-        assert often is not None
+        once = self._once.evict(count - from_often) or []
+        often = self._often.evict(from_often) or []
         self._remember(self._once_ghosts, once)
         self._remember(self._often_ghosts, often)
         return once[:from_once] + often + once[from_once:]
+
+    def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
+        """Take from T1 and T2 as ``evict`` does, and from one of them alone where the other has no more."""
+        if request_id not in self._requests:
+            return []
+        once = self._unused(self._once, min(count, self._above_target()), request_id)
+        often = self._unused(self._often, count - len(once), request_id)
+        once += self._unused(self._once, count - len(once) - len(often), request_id)
+        self._remember(self._once_ghosts, once)
+        self._remember(self._often_ghosts, often)
+        return once + often
 
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks as one large eviction would take them."""
@@ -149,6 +158,12 @@ class ARCPolicy(EvictionPolicy):
         in_often = self._often.known
         often = [key for key in keys if key in in_often]
         return (keys if not often else [key for key in keys if key not in in_often]), often
+
+    @staticmethod
+    def _unused(part: LRUPolicy, count: int, request_id: str) -> list[OffloadKey]:
+        if part.is_running(request_id):
+            return part.evict_unused(count, request_id)
+        return part.evict(min(count, part.evictable)) or []
 
     def _above_target(self) -> int:
         return max(0, len(self._once.known) - int(self._target) + 1)

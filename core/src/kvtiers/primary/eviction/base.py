@@ -66,8 +66,9 @@ class EvictionPolicy(ABC):
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
         """Do as ``evict``, for up to ``count`` chunks, none of which this running request has named in ``access``.
 
-        A policy that cannot find them cheaply returns none: ``evict`` is called then, with all that the request uses
-        pinned meanwhile, which takes time for each of these.
+        Comes for promotions, and for stores where tenants have shares. A policy that cannot find them cheaply returns
+        none: ``evict`` is called then, with all that the request uses pinned meanwhile, which takes time for each of
+        these.
         """
         del count, request_id
         return []

@@ -94,15 +94,21 @@ class BucketQueue:
         if len(self._heap) > self._limit:
             self._sweep()
 
-    def coldest(self) -> Bucket:
-        """Return the coldest bucket with an evictable chunk; there must be one."""
-        while True:
+    def coldest(self) -> Bucket | None:
+        """Return the coldest bucket with an evictable chunk; None: there is none."""
+        while self._heap:
             rank, bucket = self._heap[0]
             if bucket.queued == rank and bucket.evictable:
                 return bucket
             heapq.heappop(self._heap)
             if bucket.queued == rank:
                 bucket.queued = 0
+        return None
+
+    def set_aside(self, coldest: Bucket) -> None:
+        """Take out the bucket that ``coldest`` has just returned, until it is pushed again."""
+        heapq.heappop(self._heap)
+        coldest.queued = 0
 
     def coldest_first(self) -> Iterator[Bucket]:
         """Yield all buckets with evictable chunks. Changes nothing."""

@@ -11,7 +11,7 @@ in order and behind the others; if not, the bucket is sorted once, when eviction
 """
 
 from collections.abc import Iterator, KeysView, Sequence
-from itertools import chain, count, islice
+from itertools import chain, count, islice, takewhile
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
@@ -108,12 +108,30 @@ class LRUPolicy(EvictionPolicy):
 
     def evict(self, count: int) -> list[OffloadKey] | None:
         """Empty the coldest buckets, each from its tail."""
-        return self._evict(count, None) if count <= self._evictable else None
+        return self._evict(count) if count <= self._evictable else None
 
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
-        """Evict from the coldest buckets, but stop at the first one that would lose a chunk this request has used."""
+        """Do as ``evict``, but of each bucket only what comes behind the last chunk that this request has used."""
         own = self._running.get(request_id)
-        return [] if own is None else self._evict(min(count, self._evictable), own)
+        victims: list[OffloadKey] = []
+        aside = []
+        while own is not None and len(victims) < count and (bucket := self._queue.coldest()) is not None:
+            unused = takewhile(lambda key: key not in own.places, reversed(bucket.put_in_order(self._place_of)))
+            found = list(islice(unused, count - len(victims)))
+            victims += found
+            bucket.pin(found)
+            self._shrink(bucket, len(found))
+            if bucket.evictable:
+                self._queue.set_aside(bucket)
+                aside.append(bucket)
+        for bucket in aside:
+            self._queue.push(bucket)
+        self._gone(victims)
+        return victims
+
+    def is_running(self, request_id: str) -> bool:
+        """Return whether this request has used a chunk and has not ended."""
+        return request_id in self._running
 
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks exactly in the order of eviction."""
@@ -129,13 +147,12 @@ class LRUPolicy(EvictionPolicy):
         self._running.clear()
         self._queue.clear()
 
-    def _evict(self, count: int, own: Bucket | None) -> list[OffloadKey]:
+    def _evict(self, count: int) -> list[OffloadKey]:
         victims: list[OffloadKey] = []
         while (wanted := count - len(victims)) > 0:
             bucket = self._queue.coldest()
+            assert bucket is not None, "as many are evictable as are wanted"
             evictable = bucket.put_in_order(self._place_of)
-            if own is not None and not own.places.keys().isdisjoint(islice(reversed(evictable), wanted)):
-                break
             if len(evictable) <= wanted:
                 victims.extend(reversed(evictable))
                 self._shrink(bucket, len(evictable))
@@ -143,10 +160,13 @@ class LRUPolicy(EvictionPolicy):
             else:
                 victims.extend([evictable.popitem()[0] for _ in range(wanted)])
                 self._shrink(bucket, wanted)
+        self._gone(victims)
+        return victims
+
+    def _gone(self, victims: list[OffloadKey]) -> None:
         # In one call: these keys are the coldest in the processor's caches too, and so their misses overlap.
         list(map(self._place_of.pop, victims))
         self._evictable -= len(victims)
-        return victims
 
     def _give_places(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the place of each key in ``bucket``; those that have none get one."""

@@ -2,10 +2,12 @@
 
 A tenant with a share keeps that many rows against all others: eviction for another tenant never takes it below. Rows
 above the shares are for all who ask: they are taken from the tenant that is furthest above its share, in rows, until
-several are equally far. So one that floods the primary evicts itself. Requests without a tenant, and tenants without a
-share, are together one that has none.
+several are equally far. So one that floods the primary evicts itself. But no prompt evicts its own beginning for its
+end (``used_by``): others' rows are taken instead, as of a tenant whose rows are being read. Requests without a tenant,
+and tenants without a share, are together one that has none.
 
-Any policy serves, as it is: within a tenant it decides alone which chunk leaves. Between tenants it is not asked, since
+Any policy serves, as it is: within a tenant it decides alone which chunk leaves, by hints (``hinted.py``) of that
+tenant's requests first, which so never cost another tenant a row. Between tenants it is not asked, since
 it has no idea of them. What an eviction costs more than without shares is a look at each tenant that has a share.
 """
 
@@ -14,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
+from kvtiers.primary.eviction.hinted import HintedPolicy
+from kvtiers.primary.kept import Kept
 from kvtiers.types import RequestHints
 
 __all__ = ["TenantShares"]
@@ -26,30 +30,49 @@ class _Tenant:
 
     __slots__ = ("evictable", "kept", "policy", "resident")
 
-    def __init__(self, policy: EvictionPolicy, kept: int) -> None:
-        self.policy = policy
+    def __init__(self, policy: EvictionPolicy, kept: int, hints: int) -> None:
+        self.policy = HintedPolicy(policy, Kept(hints))
         self.kept = kept
-        self.resident = self.evictable = 0
+        self.resident = 0
+        self.evictable: set[OffloadKey] = set()
 
     def gives(self, other: "_Tenant | None") -> int:
         """Return how many chunks could be evicted now for a tenant."""
-        return self.evictable if self is other else min(self.evictable, max(0, self.resident - self.kept))
+        evictable = len(self.evictable)
+        return evictable if self is other else min(evictable, max(0, self.resident - self.kept))
 
 
 class TenantShares(EvictionPolicy):
     """Evicts within tenants as their policies do, and by shares between them.
 
-    ``shares``: by tenant, of ``capacity``; 1 together at most. ``make``: a new policy for ``capacity`` rows.
+    ``shares``: by tenant, of ``capacity``; 1 together at most. ``make``: a new policy for ``capacity`` rows. ``hints``:
+    chunks that they may keep, in a part of each tenant as large as its share, or for all others what is left of 1.
     """
 
-    def __init__(self, capacity: int, shares: Mapping[str, float], make: Callable[[], EvictionPolicy]) -> None:
+    def __init__(
+        self, capacity: int, shares: Mapping[str, float], make: Callable[[], EvictionPolicy], hints: int = 0
+    ) -> None:
         super().__init__(capacity)
-        self._rest = _Tenant(make(), 0)
-        self._of = {name.encode(): _Tenant(make(), int(share * capacity)) for name, share in shares.items()}
+        self._rest = _Tenant(make(), 0, int(max(0.0, 1 - sum(shares.values())) * hints))
+        self._of = {
+            name.encode(): _Tenant(make(), int(share * capacity), int(share * hints)) for name, share in shares.items()
+        }
         self._all = [self._rest, *self._of.values()]
+        self.clock = self._rest.policy.clock
         self._for: _Tenant | None = self._rest
         """Whose chunks are to be stored; None: of several tenants, none of which may be taken below its share."""
         self._missing = 0
+        self._used: dict[str, dict[OffloadKey, None]] = {}  # by running request
+
+    def used_by(self, request_id: str) -> Collection[OffloadKey]:
+        """Return what this running request has used, whether it is still here or not."""
+        return self._used.get(request_id, {}).keys()
+
+    def evictable_of(self, keys: Collection[OffloadKey]) -> set[OffloadKey]:
+        """Return the evictable ones of these chunks, of the tenant whose chunks are to be stored."""
+        if self._for is not None:
+            return self._for.evictable.intersection(keys)
+        return set().union(*(tenant.evictable.intersection(keys) for tenant in self._all))
 
     def obtainable(self) -> int:
         """Return how many chunks could be evicted for what ``on_store_miss`` named last."""
@@ -59,6 +82,28 @@ class TenantShares(EvictionPolicy):
         """Return how many rows a tenant with a share has; of another name, how many all others have."""
         return self._of.get(name.encode(), self._rest).resident
 
+    # -- hints
+
+    @property
+    def all_kept(self) -> list[Kept]:
+        """The hints that hold, of each tenant."""
+        return [tenant.policy.kept for tenant in self._all]
+
+    def keep(self, keys: Sequence[OffloadKey], until: float, *, high: bool) -> None:
+        """Keep these chunks, none of which is evictable now, until this time, before others of their tenant."""
+        for tenant, part in self._split(keys):
+            tenant.policy.keep(part, until, high=high)
+
+    def expire(self, now: float) -> None:
+        """End the hints whose time is over."""
+        for tenant in self._all:
+            tenant.policy.expire(now)
+
+    @property
+    def first_out(self) -> int:
+        """Evictable chunks of low priority, of the tenant whose chunks are to be stored."""
+        return 0 if self._for is None else self._for.policy.first_out
+
     # -- uses
 
     def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
@@ -66,11 +111,15 @@ class TenantShares(EvictionPolicy):
         parts = self._split(keys)
         self._for = parts[0][0] if len(parts) == 1 else None
         self._missing = len(keys)
+        for tenant in self._all:
+            tenant.policy.stores_for = request_id
         for tenant, part in parts:
             tenant.policy.on_store_miss(part, request_id)
 
     def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
         """Count the use with the tenant whose chunks these are."""
+        if request_id:
+            self._used.setdefault(request_id, {}).update(dict.fromkeys(keys))
         fresh = {id(tenant): part for tenant, part in self._split(new)}
         for tenant, part in self._split(keys):
             brought = fresh.get(id(tenant), [])
@@ -79,6 +128,7 @@ class TenantShares(EvictionPolicy):
 
     def request_finished(self, request_id: str) -> None:
         """Settle the recency."""
+        self._used.pop(request_id, None)
         for tenant in self._all:
             tenant.policy.request_finished(request_id)
 
@@ -92,25 +142,28 @@ class TenantShares(EvictionPolicy):
     def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
         """Allow these chunks to be evicted."""
         for tenant, part in self._split(keys):
-            tenant.evictable += len(part)
+            tenant.evictable.update(part)
             tenant.policy.mark_evictable(part)
 
     def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
         """Forbid the eviction of these chunks."""
         for tenant, part in self._split(keys):
-            tenant.evictable -= len(part)
+            tenant.evictable.difference_update(part)
             tenant.policy.mark_pinned(part)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget these chunks."""
         for tenant, part in self._split(keys):
             tenant.resident -= len(part)
+            tenant.evictable.difference_update(part)
             tenant.policy.remove(part)
 
     def clear(self) -> None:
         """Forget everything."""
+        self._used.clear()
         for tenant in self._all:
-            tenant.resident = tenant.evictable = 0
+            tenant.resident = 0
+            tenant.evictable.clear()
             tenant.policy.clear()
 
     # -- eviction
@@ -126,16 +179,18 @@ class TenantShares(EvictionPolicy):
         return victims
 
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
-        """Do as ``evict``; another tenant's chunks are none that this request uses."""
-        victims: list[OffloadKey] = []
-        if self._for is None:
-            return victims
-        for tenant, number in self._divide(min(count, self.obtainable())):
-            if tenant is self._for:
-                found = tenant.policy.evict_unused(number, request_id)
-            else:
-                found = tenant.policy.evict(number) or []
-            victims += self._left(tenant, found)
+        """Do as ``evict``; another tenant's chunks are none that this request uses, so they leave for what it keeps."""
+        own = self._for
+        if own is None:
+            return []
+        wanted = min(count, self.obtainable())
+        number = next((number for tenant, number in self._divide(wanted) if tenant is own), 0)
+        victims = self._left(own, own.policy.evict_unused(number, request_id)) if number else []
+        if (short := number - len(victims)) and own.policy.kept.held:  # its hints cost no other tenant a row
+            victims += self._left(own, own.policy.evict_kept(short, request_id))
+        rest = min(wanted - len(victims), sum(tenant.gives(own) for tenant in self._all if tenant is not own))
+        for tenant, number in self._divide(rest, spared=own):
+            victims += self._left(tenant, tenant.policy.evict(number) or [])
         return victims
 
     def worth_storing(self, keys: Sequence[OffloadKey], request_id: str) -> int:
@@ -215,17 +270,18 @@ class TenantShares(EvictionPolicy):
 
     def _left(self, tenant: _Tenant, victims: list[OffloadKey]) -> list[OffloadKey]:
         tenant.resident -= len(victims)
-        tenant.evictable -= len(victims)
+        tenant.evictable.difference_update(victims)
         return victims
 
-    def _divide(self, count: int) -> list[tuple[_Tenant, int]]:
+    def _divide(self, count: int, spared: _Tenant | None = None) -> list[tuple[_Tenant, int]]:
         """Return how many chunks each tenant gives, ``count`` in all, so that none is left further above its share.
 
-        The one that they are evicted for counts with what it will have.
+        The one that they are evicted for counts with what it will have. ``spared`` gives none.
         """
         givers = [
             (tenant.resident - tenant.kept + (count if tenant is self._for else 0), tenant.gives(self._for), tenant)
             for tenant in self._all
+            if tenant is not spared
         ]
         givers = [giver for giver in givers if giver[1]]
         if len(givers) == 1 or not count:
