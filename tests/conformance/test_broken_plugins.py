@@ -84,6 +84,13 @@ class TestNAME(TierPluginTests):
         return {"type": "NAME"}
 """
 
+MISTAKEN_OPTIONS = """
+class TestMistakenOptions(TierPluginTests):
+    @pytest.fixture
+    def tier_options(self):
+        return {"type": "Healthy", "pasword": "secret"}
+"""
+
 
 @pytest.fixture(scope="module")
 def report(run_kit, tmp_path_factory):
@@ -101,7 +108,7 @@ def report(run_kit, tmp_path_factory):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugins\nVersion: 1.0\n")
     file = folder / "test_plugins.py"
     classes = "".join(TEST_CLASS.replace("NAME", name) for name in [*PLUGINS, "NotInstalled"])
-    file.write_text(f"import pytest\nfrom kvtiers.testing import TierPluginTests\n{classes}")
+    file.write_text(f"import pytest\nfrom kvtiers.testing import TierPluginTests\n{classes}{MISTAKEN_OPTIONS}")
     return run_kit(file, path=[folder])
 
 
@@ -125,3 +132,21 @@ def test_a_plugin_that_is_not_installed_is_named_as_missing(report):
     message = report.messages["TestNotInstalled", "test_an_unknown_option_is_refused"]
     assert "no installed distribution has an entry point 'NotInstalled'" in message
     assert "pip install -e ." in message
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_an_unknown_option_is_refused",
+        "test_a_validated_config_never_changes",
+        "test_the_options_reach_a_tier_host_unchanged",
+        "test_open_returns_what_the_kind_says",
+    ],
+)
+def test_options_that_the_plugin_refuses_are_the_tests_mistake_in_one_line(report, test):
+    """As after the options were changed, and the tests were not."""
+    message = report.messages["TestMistakenOptions", test]
+    assert "TestMistakenOptions: 'tier_options' returns what Config refuses: pasword: Extra inputs" in message
+    assert "Its own options: password" in message
+    assert "Traceback" not in message
+    assert "secret" not in message

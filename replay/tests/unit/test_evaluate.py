@@ -85,6 +85,20 @@ def test_a_tier_that_does_not_pay_says_why(given, link, why):
     assert why in found.why
 
 
+def test_where_no_size_pays_the_reason_is_that_of_a_size_which_has_what_comes_back():
+    """In turns, so that an LRU has nothing of them unless it has all; the smallest, which has nothing, costs least."""
+    requests = [ReplayRequest(161, [f"{n % 40}.{at}".encode() for at in range(10)], float(n)) for n in range(160)]
+    log = log_of()
+    log = replace(log, workload=replace(log.workload, requests=requests))
+    evaluation = evaluate(log, question(memory=[256 * MIB], prices={"network": 1e6}))
+    found = offer(evaluation, "network")
+    assert sum(evaluation.behind[0].hits.values()) == 0
+    assert not found.pays
+    assert found.saved > 0
+    assert found.why.startswith("it costs $")
+    assert found.size == evaluation.bytes_of(None)
+
+
 def test_a_link_that_the_log_overfills_does_not_pay():
     found = offer(evaluate(log_of(seconds=0.5), question()), "disk")
     assert not found.pays

@@ -7,6 +7,8 @@ import json
 import secrets
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtiers.api import ConfigError
 from kvtiers_replay.logs import Reading, read_log
@@ -64,6 +66,18 @@ def test_conversations_that_go_on_share_their_beginning_however_they_are_wrapped
     assert second[: len(first)] == first
     assert first[0] != third[0]  # tools stand before the messages
     assert log.problems == {}
+
+
+@given(length=st.integers(1, 9000), letters=st.floats(0.25, 64), tokens=st.sampled_from([1, 16, 64, 512]))
+def test_a_text_has_as_many_hashes_as_its_tokens_fill_chunks(tmp_path_factory, length, letters, tokens):
+    """Or a replay of the log would store chunks whose tokens it does not have."""
+    # The second prompt only sees to it that there is a chunk in the log.
+    texts = ({"prompt": "x" * length}, {"prompt_token_ids": [1] * tokens})
+    log = read(tmp_path_factory.mktemp("log"), texts, tokens_per_chunk=tokens, chars_per_token=letters)
+    request = log.workload.requests[0]
+    assert len(request.block_hashes) == request.num_tokens // tokens
+    # A chunk has a whole number of letters.
+    assert abs(request.num_tokens - length / letters) <= 1 + length / (tokens * letters)
 
 
 def test_the_responses_api_and_completions_with_several_prompts_are_read(tmp_path):

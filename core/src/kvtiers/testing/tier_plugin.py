@@ -85,6 +85,21 @@ class TierPluginTests:
         plugin: TierPlugin = module.kvtiers_tier()
         return plugin
 
+    @pytest.fixture
+    def valid_config(self, plugin: TierPlugin, tier_options: Options) -> TierConfig:
+        """Return the options as the plugin has them."""
+        try:
+            return plugin.config.model_validate(tier_options)
+        except ValidationError as error:
+            details = error.errors(include_url=False, include_input=False)
+        problems = "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
+        own = ", ".join(sorted(plugin.config.model_fields.keys() - TierConfig.model_fields.keys())) or "none"
+        pytest.fail(
+            f"{type(self).__name__}: 'tier_options' returns what {plugin.config.__name__} refuses: {problems}. "
+            f"Its own options: {own}",
+            pytrace=False,
+        )
+
     def test_core_takes_the_plugin(self, tier_options: Options) -> None:
         assert isinstance(load_tier(tier_options["type"]), TierPlugin)
 
@@ -124,16 +139,16 @@ class TierPluginTests:
             "what the store needs within open, and of kvtiers only kvtiers.api"
         )
 
+    @pytest.mark.usefixtures("valid_config")
     def test_an_unknown_option_is_refused(self, plugin: TierPlugin, tier_options: Options) -> None:
         with pytest.raises(ValidationError) as refusal:
             plugin.config.model_validate({**tier_options, "no_such_option": 1})
         assert [error["type"] for error in refusal.value.errors()] == ["extra_forbidden"]
 
-    def test_a_validated_config_never_changes(self, plugin: TierPlugin, tier_options: Options) -> None:
-        config = plugin.config.model_validate(tier_options)
+    def test_a_validated_config_never_changes(self, valid_config: TierConfig) -> None:
         option = "type"
         with pytest.raises(ValidationError):
-            setattr(config, option, "another")
+            setattr(valid_config, option, "another")
 
     def test_every_option_says_what_it_means(self, plugin: TierPlugin) -> None:
         silent = [name for name, field in plugin.config.model_fields.items() if not field.description]
@@ -150,15 +165,13 @@ class TierPluginTests:
                 f"the option {name!r} is printed with the config, so it ends up in logs; make it a kvtiers.api.Secret"
             )
 
-    def test_the_options_reach_a_tier_host_unchanged(self, plugin: TierPlugin, tier_options: Options) -> None:
-        config = plugin.config.model_validate(tier_options)
-        sent = json.dumps(dump_resolved(config))
-        assert load_resolved(plugin.config, json.loads(sent)) == config
+    def test_the_options_reach_a_tier_host_unchanged(self, plugin: TierPlugin, valid_config: TierConfig) -> None:
+        sent = json.dumps(dump_resolved(valid_config))
+        assert load_resolved(plugin.config, json.loads(sent)) == valid_config
 
-    def test_open_returns_what_the_kind_says(self, plugin: TierPlugin, tier_options: Options) -> None:
-        config = plugin.config.model_validate(tier_options)
+    def test_open_returns_what_the_kind_says(self, plugin: TierPlugin, valid_config: TierConfig) -> None:
         expected = {"store": ChunkStore, "manager": SecondaryTierManager}[plugin.kind]
-        tier = plugin.open(config, _context(config))
+        tier = plugin.open(valid_config, _context(valid_config))
         try:
             assert isinstance(tier, expected), (
                 f"kind {plugin.kind!r} opens a {expected.__name__}, not a {type(tier).__name__}"

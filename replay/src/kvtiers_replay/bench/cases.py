@@ -28,7 +28,7 @@ from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig
 from kvtiers.plugins import load_tier
 
-__all__ = ["NAMESPACE", "BenchTier", "Case", "Figures", "measure"]
+__all__ = ["NAMESPACE", "BenchTier", "Case", "Figures", "NotStoredError", "measure"]
 
 NAMESPACE = "kvtiers-bench"
 _MOST_BOUNCE = 256 << 20
@@ -40,6 +40,10 @@ _KEY_BYTES = 32
 _OPEN_SECONDS = 30.0
 
 Array = npt.NDArray[np.uint8]
+
+
+class NotStoredError(KvtiersError):
+    """A tier has not taken values of a case: they are too large for it, or it is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,8 @@ class Figures:
 def measure(tier: BenchTier, case: Case, *, most_bytes: int, seconds: float) -> Figures:
     """Measure one case. Blocks for a few times ``seconds``, or less where ``most_bytes`` are moved sooner.
 
-    KvtiersError, one line, if the tier does not take or give back values; ConfigError if it cannot be opened.
+    NotStoredError, one line, if the tier does not take values; KvtiersError if it does not give them back; ConfigError
+    if it cannot be opened.
     """
     bound = tier.with_options(threads=case.threads) if tier.has_hosts else tier
     if tier.may_have_hosts:
@@ -163,7 +168,7 @@ class _Run:
         took = time.perf_counter() - begin
         if not all(done.stored):
             what = f"{done.stored.count(False)} of {count} values of {format_size(self._case.value_bytes)}"
-            raise KvtiersError(f"{self._tier.label}: {what} were not stored: {done.error or 'see the log'}")
+            raise NotStoredError(f"{self._tier.label}: {what} were not stored: {done.error or 'see the log'}")
         self.keys += keys
         return took
 

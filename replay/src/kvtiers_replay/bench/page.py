@@ -25,7 +25,7 @@ def as_page(bench: Bench) -> str:
         "bench.html",
         title=f"Benchmark of {', '.join(tier.label for tier in bench.tiers)}",
         about="values through the client, its tier hosts, seals and checks; every value compared",
-        advice=text.advice_lines(bench),
+        advice=[*text.advice_lines(bench), *text.notes(bench)],
         figures=[
             Figure("Speed by size of value", "solid: read hot, dashed: cold, dotted: write", _speed(bench), wide=True),
             Figure(
@@ -37,6 +37,7 @@ def as_page(bench: Bench) -> str:
         compared=compared if len(bench.tiers) > 1 else [],
         columns=text.COLUMNS,
         rows=text.rows(bench),
+        legend=text.LEGEND,
     )
 
 

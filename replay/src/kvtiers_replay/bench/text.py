@@ -7,12 +7,16 @@ from kvtiers_replay.bench.cases import Figures
 from kvtiers_replay.bench.run import Bench
 from kvtiers_replay.report.units import seconds
 
-__all__ = ["COLUMNS", "advice_lines", "limit_rows", "rows"]
+__all__ = ["COLUMNS", "LEGEND", "advice_lines", "comparison_rows", "limit_rows", "notes", "rows"]
 
 COLUMNS = (
     "tier", "value", "at a time", "threads", "processes", "write GB/s", "hot GB/s", "cold GB/s",
     "write one", "hot one (p99)", "cold one", "of its limit",
 )  # fmt: skip
+
+LEGEND = (
+    "GB/s: with as many values in a call as there are at a time; one: of a value alone, the median (99th percentile)"
+)
 
 
 def limit_rows(bench: Bench) -> list[tuple[str, str]]:
@@ -88,15 +92,28 @@ def advice_lines(bench: Bench) -> list[str]:
     return lines
 
 
+def notes(bench: Bench) -> list[str]:
+    """Return what to bear in mind: a machine that did something else, and what was not measured."""
+    lines = [f"Not measured: {line}" for line in bench.not_stored]
+    if bench.load > bench.processors / 2:
+        lines.append(
+            f"This machine was busy before (a load of {bench.load:.1f} on {bench.processors} processors): all is "
+            "slower than it could be, and differs from run to run, so that what suits is a guess."
+        )
+    return lines
+
+
 def comparison_rows(bench: Bench) -> tuple[Sequence[str], list[list[str]]]:
     """Return the columns and rows that put tiers side by side, by size of value; shares are of the first tier."""
     names = [tier.label for tier in bench.tiers]
     columns = ["value", *(f"{name}: {way} GB/s" for way in ("write", "hot", "cold") for name in names)]
+    by_size = [{each.case.value_bytes: each for each in bench.sizes[name]} for name in names]
     found = []
-    for figures in zip(*(bench.sizes[name] for name in names), strict=True):
-        ways = [[each.write for each in figures], [each.hot for each in figures], [each.cold for each in figures]]
+    for size in sorted(set().union(*by_size)):
+        figures = [each.get(size) for each in by_size]
+        ways = [[getattr(each, way, None) for each in figures] for way in ("write", "hot", "cold")]
         cells = [_beside(value, way[0]) for way in ways for value in way]
-        found.append([format_size(figures[0].case.value_bytes), *cells])
+        found.append([format_size(size), *cells])
     return columns, found
 
 

@@ -77,7 +77,8 @@ cold   read by a client that was just opened, from a disk after its files were d
        cache; '-' for a tier whose values end with its host
 
 Values lie in the namespace 'kvtiers-bench' and are deleted in the end; what stays is a record of a few hundred bytes
-for each size of value. A tier that moves rows by itself (the third rung) keeps values until it needs the room.
+for each size of value, and of a slab its segments: give it a folder of its own. A tier that moves rows by itself (the
+third rung) keeps values until it needs the room. Values that a tier does not take are said, and the others measured.
 
 A TYPE without a path gets a folder that is deleted. On a machine that does something else, single figures mean little:
 compare.
@@ -221,9 +222,10 @@ def _print(found: Bench) -> None:
     print_table(["", ""], text.limit_rows(found), header=False)
     click.echo()
     print_table(text.COLUMNS, text.rows(found))
+    click.echo(text.LEGEND)
     if len(found.tiers) > 1:
         click.echo("\nSide by side, in turns; (x): of the first")
         print_table(*text.comparison_rows(found))
     click.echo()
-    for line in text.advice_lines(found):
+    for line in [*text.advice_lines(found), *text.notes(found)]:
         click.echo(line)

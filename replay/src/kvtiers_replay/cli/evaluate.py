@@ -220,6 +220,7 @@ def _print(found: Evaluation, output: Path) -> None:
 
     print_heading(text.about(found))
     print_table(text.MEMORY_COLUMNS, text.memory_rows(found))
+    click.echo(text.CHOSEN)
     click.echo()
     print_table(text.TIER_COLUMNS, text.tier_rows(found))
     click.echo()

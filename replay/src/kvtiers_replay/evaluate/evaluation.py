@@ -295,7 +295,7 @@ def _runs(trace: PlanTrace) -> list[int]:
 def _offers(
     primary: PlanPoint, behind: Sequence[PlanPoint], floor: int, pricing: Pricing, trace: PlanTrace
 ) -> list[Offer]:
-    """Return each type of tier at the size that is worth most; of sizes that are worth the same, the smallest."""
+    """Return each type of tier at the size that is worth most, of those that add hits; of equals, the smallest."""
     found = []
     for tier in TIER_TYPES:
         offers = []
@@ -303,6 +303,8 @@ def _offers(
             chunks = point.case.tiers[0].chunks
             size = (trace.unique if chunks is None else chunks) * pricing.value_bytes
             offers.append(offer_of(tier, size, primary, point, floor, pricing))
+        # Where none pays, the smallest loses least: but the reason is that of one that has what comes back.
+        offers = [offer for offer in offers if offer.adds_hits] or offers
         best = max(offer.net for offer in offers)
         near = abs(best) * _NEAR
         found.append(next(offer for offer in offers if offer.net >= best - near))

@@ -111,6 +111,11 @@ class Offer:
     why: str
 
     @property
+    def adds_hits(self) -> bool:
+        """Whether its hits are more than noise."""
+        return self.points >= _LEAST_POINTS
+
+    @property
     def net(self) -> float:
         """What is left of what it saves: money a day, or GPU seconds where money is not known."""
         return self.gpu_seconds if self.saved is None or self.cost is None else self.saved - self.cost

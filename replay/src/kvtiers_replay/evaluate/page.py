@@ -43,6 +43,7 @@ def as_page(evaluation: Evaluation) -> str:
         ],
         memory_columns=text.MEMORY_COLUMNS,
         memory=text.memory_rows(evaluation),
+        chosen=text.CHOSEN,
         tier_columns=text.TIER_COLUMNS,
         tiers=text.tier_rows(evaluation),
         config=starter_yaml(evaluation),

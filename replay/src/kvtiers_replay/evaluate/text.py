@@ -7,10 +7,13 @@ from kvtiers_replay.evaluate.offers import DAY, Offer, size_text
 from kvtiers_replay.plan import PlanPoint, change_line
 from kvtiers_replay.report.units import percent, seconds
 
-__all__ = ["MEMORY_COLUMNS", "TIER_COLUMNS", "about", "assumptions", "memory_rows", "tier_rows", "verdict"]
+__all__ = ["CHOSEN", "MEMORY_COLUMNS", "TIER_COLUMNS", "about", "assumptions", "memory_rows", "tier_rows", "verdict"]
 
+CHOSEN = "* the smallest memory within a point of the largest; the tiers stand behind it."
 MEMORY_COLUMNS = ("memory", "tier behind it", "hits", "GPU time saved", "of all prefill", "saved a day")
-TIER_COLUMNS = ("tier", "size", "points", "pays from", "GPU time saved", "saved a day", "costs a day", "pays", "why")
+TIER_COLUMNS = (
+    "tier", "size", "points of hits", "pays from", "GPU time saved", "saved a day", "costs a day", "pays", "why",
+)  # fmt: skip
 
 
 def about(evaluation: Evaluation) -> str:
@@ -127,7 +130,8 @@ def assumptions(evaluation: Evaluation) -> list[tuple[str, str]]:
          "--tp, --gpu-price"),
         (f"{size_text(question.gpu_cache)} of KV on an engine's GPUs (vLLM prints its size at the start)",
          "--gpu-cache"),
-        (f"at most {size_text(question.most_memory)} of memory an engine", "--most-memory, --memory"),
+        (f"at most {size_text(question.most_memory)} of memory an engine, which costs nothing: its machine has it",
+         "--most-memory, --memory"),
         *((_link_text(evaluation, offer), "--gbps, --rtt, --tier-price") for offer in evaluation.offers),
         (f"sizes are of all engines together{busy}: requests with one prefix go to one engine, or share the tier", ""),
         ("a tier is an LRU that answers in time; a hit of it counts where loading it beats computing it", ""),

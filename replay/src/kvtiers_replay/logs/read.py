@@ -107,14 +107,16 @@ class _Hasher:
         self._key = secrets.token_bytes(32)
         self._tokens = reading.tokens_per_chunk
         self._letters = max(1, round(reading.tokens_per_chunk * reading.chars_per_token))
-        self._chars_per_token = reading.chars_per_token
         self._seen: dict[bytes, bytes] = {}
 
     def __call__(self, prompt: Prompt) -> tuple[int, list[bytes]]:
         """Return a prompt's tokens, of a text about, and its hashes. LineError: it has ids that are none."""
         if isinstance(prompt, str):
-            parts = (prompt[at : at + self._letters].encode("utf-8", "surrogatepass") for at in self._starts(prompt))
-            return round(len(prompt) / self._chars_per_token), self._chain(parts)
+            full, rest = divmod(len(prompt), self._letters)
+            starts = range(0, full * self._letters, self._letters)
+            parts = (prompt[at : at + self._letters].encode("utf-8", "surrogatepass") for at in starts)
+            # Of a chunk that is not full less than a chunk's tokens, however they are rounded: it has no hash.
+            return full * self._tokens + rest * self._tokens // self._letters, self._chain(parts)
         try:
             ids = array("I", prompt)
         except (OverflowError, TypeError):
@@ -122,9 +124,6 @@ class _Hasher:
         step = self._tokens
         full = len(ids) // step * step
         return len(ids), self._chain(ids[at : at + step].tobytes() for at in range(0, full, step))
-
-    def _starts(self, text: str) -> range:
-        return range(0, len(text) // self._letters * self._letters, self._letters)
 
     def _chain(self, parts: Iterator[bytes]) -> list[bytes]:
         found, before = [], b""

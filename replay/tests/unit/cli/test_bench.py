@@ -1,6 +1,7 @@
 """``kvtiers bench``: every installed type through the client, what is printed, and what is refused."""
 
 import json
+import os
 
 import pytest
 
@@ -66,6 +67,51 @@ def test_with_a_model_sizes_are_those_of_its_chunks(run, tmp_path):
     sizes = [each["case"]["value_bytes"] for each in tier["by_size"]]
     assert sizes == [65_536 << power for power in range(5)]  # 16 tokens of 4 KiB a block
     assert tier["advice"]["blocks_per_chunk"] == tier["advice"]["value_bytes"] // 65_536
+
+
+def test_a_size_that_a_tier_does_not_take_is_said_and_the_others_are_measured_and_compared(run, store, tmp_path):
+    small = store("""
+def write(self, name, src):
+    if len(src) > 100_000:
+        raise WritesRefused("too large")
+    super().write(name, src)
+""")
+    for name, tier in (("all", "memory, capacity: 64MiB"), ("some", small)):
+        text = f"version: 1\nprimary: {{capacity: 1MiB}}\nsecondary: [{{type: {tier}, io: thread}}]\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    result = run("bench", "--compare", "some.yaml", "all.yaml", *QUICK, "--plot", "page.html")
+    assert result.exit_code == 0, result.output
+    assert f"Not measured: some: {small}: 1 of 1 values of 256KiB were not stored" in result.stdout
+    assert f"some: {small}: what suits is values of 64KiB" in result.stdout
+    side_by_side = result.stdout.partition("Side by side")[2].splitlines()
+    (row,) = [line.split() for line in side_by_side if line.split()[:1] == ["256KiB"]]
+    assert row[1] == "-"  # written; of the other one there is a figure
+    assert float(row[2]) >= 0
+    assert "Not measured: some" in (tmp_path / "page.html").read_text()
+
+
+def test_a_slab_is_measured_at_every_size_though_its_segments_are_made_for_one(run, tmp_path):
+    options = (
+        "--set",
+        f"path={tmp_path}/slab",
+        "--set",
+        "layout=slab",
+        "--set",
+        "capacity=256MiB",
+        "--set",
+        "io=thread",
+    )
+    sizes = ("--sizes", "64KiB,20MiB", "--batches", "1", "--threads", "2", "--bytes", "20MiB", "--seconds", "0.02")
+    data = json.loads(run("bench", "fs", *options, *sizes, "--json").stdout)
+    assert data["not_stored"] == []
+    assert [each["case"]["value_bytes"] for each in data["tiers"]["fs"]["by_size"]] == [64 << 10, 20 << 20]
+
+
+@pytest.mark.parametrize("load", [0.5, 19.0])
+def test_a_busy_machine_is_said_beside_what_suits(run, monkeypatch, load):
+    monkeypatch.setattr("os.getloadavg", lambda: (load * len(os.sched_getaffinity(0)), 0.0, 0.0))
+    result = run("bench", "memory", "--set", "io=thread", *QUICK)
+    assert ("This machine was busy before" in result.stdout) == (load > 0.5)
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,17 @@ from kvtiers_fs.root import open_root
 from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of, is_core_record, name_records, pages_of
 from kvtiers_fs.slab.index import Index, OwnedFd, allocate, open_index
 
-__all__ = ["LOCK_SECONDS", "Claimed", "SegmentFile", "Segments", "Slab", "Taken", "Totals"]
+__all__ = ["LOCK_SECONDS", "Claimed", "SegmentFile", "Segments", "Slab", "Taken", "TooLargeError", "Totals"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_OPEN = 128
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 LOCK_SECONDS = 1.0  # another process holds the index's lock for microseconds
+
+
+class TooLargeError(StoreFull):
+    """A value is longer than a segment of this slab."""
 
 
 class SegmentFile:
@@ -170,12 +174,15 @@ class Segments:
     def take(self, lengths: Sequence[int]) -> Taken:
         """Take room for as many of these values as one segment has it, which ``give_back`` ends.
 
-        StoreFull: there is none for the first one.
+        StoreFull: there is none for the first one; TooLargeError: nor will there ever be.
         """
         pages = pages_of(lengths[0])
         if pages * PAGE > self._index.header.segment_bytes:
             segment = format_size(self._index.header.segment_bytes)
-            raise StoreFull(f"a value of {format_size(lengths[0])} is larger than a segment, which has {segment}")
+            raise TooLargeError(
+                f"a value of {format_size(lengths[0])} is larger than a segment, which has {segment}; "
+                "in another directory the slab is made for such values"
+            )
         with self._writing:
             claimed = self._claimed
             if claimed is None or not self._fits(claimed.row, pages):

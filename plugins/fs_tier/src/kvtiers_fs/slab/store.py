@@ -8,14 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull, TierUnavailable, WritesRefused
+from kvtiers.api import ChunkStore, ConfigError, Finding, Refused, StoreEntry, StoreFull, TierUnavailable, WritesRefused
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import GONE, Directory
 from kvtiers_fs.slab.diagnosis import diagnose_slab, expect_local
 from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of
 from kvtiers_fs.slab.index import Index, LockBusyError
-from kvtiers_fs.slab.segments import LOCK_SECONDS, SegmentFile, Slab, Taken
+from kvtiers_fs.slab.segments import LOCK_SECONDS, SegmentFile, Slab, Taken, TooLargeError
 from kvtiers_fs.values import LEAST_COLD, behind, is_cached, try_direct
 
 __all__ = ["SlabStore"]
@@ -256,18 +256,22 @@ class SlabStore(ChunkStore):
         with self._refusing():
             self._write_run(slab, [(name, digest)], [src])
 
-    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
-        """Write the values, as many as there is room for one behind the other in one call. False: no room."""
-        slab, kept = self._writable(), list[bool]()
+    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool | Refused]:
+        """Write the values, as many as there is room for one behind the other in one call.
+
+        False: no room. Refused: the value is larger than a segment.
+        """
+        slab, kept = self._writable(), list[bool | Refused]()
         pairs = [(name, _digest(name)) for name in names]
         while len(kept) < len(pairs):
             at = len(kept)
             try:
                 with self._refusing():
                     kept += [True] * self._write_run(slab, pairs[at:], srcs[at:])
-            except StoreFull as error:
-                # A value may be too large by itself; a lock or a disk is the same for all.
-                kept += [False] * (1 if "segment" in str(error) else len(pairs) - at)
+            except TooLargeError as error:
+                kept.append(Refused(str(error)))
+            except StoreFull:  # a lock or a disk, which is the same for all
+                kept += [False] * (len(pairs) - at)
         return kept
 
     @contextlib.contextmanager
