@@ -162,15 +162,15 @@ class PrefixTree:
 
     def by_run(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[Run, Sequence[OffloadKey]]]:
         """Yield each run of these known chunks with its part of them."""
-        if not keys:
-            return
-        first = self.run_of[keys[0]]
-        if first.covers(keys):
-            yield first, keys
-            return
-        runs = list(map(self.run_of.__getitem__, keys))
         at = 0
-        for run, same in groupby(runs):
+        while at < len(keys):
+            run = self.run_of[keys[at]]
+            part = keys[at : at + len(run.keys)]
+            if not run.covers(part):
+                break
+            yield run, part
+            at += len(part)
+        for run, same in groupby(list(map(self.run_of.__getitem__, keys[at:]))):
             end = at + len(list(same))
             yield run, keys[at:end]
             at = end
