@@ -1,6 +1,7 @@
 """Rules of the whole suite: what one process has to run, and the last line about tests without recorded traces."""
 
 import contextlib
+import gc
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,13 @@ def pytest_configure() -> None:
 
         settings.register_profile("any-machine", deadline=None)
         settings.load_profile("any-machine")
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests and the libraries of all tiers stay to the end: to look through them takes each garbage
+    # collection half a second, and the kit makes one wherever it looks for a buffer that was kept.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

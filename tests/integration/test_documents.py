@@ -26,7 +26,7 @@ DOCUMENTS = [
 ]
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\$\{(\w+)\}")
-SECRET_FILE = re.compile(r"/(?:run/secrets|etc/kvtiers)/[\w.-]+")
+SECRET_FILE = re.compile(r"/(?:run/secrets|etc/kvtiers)/[\w.-]+/?")
 CONFIGS = [
     pytest.param(text, id=f"{path.relative_to(ROOT)}-{number}")
     for path in DOCUMENTS
@@ -40,9 +40,13 @@ def test_a_config_in_a_document_is_valid(text, tmp_path, monkeypatch):
     for variable in VARIABLE.findall(text):
         monkeypatch.setenv(variable, "a-secret")
     for path in set(SECRET_FILE.findall(text)):
-        secret = base64.b64encode(os.urandom(32)).decode() if path.endswith(".key") else "a-secret"
-        (tmp_path / Path(path).name).write_text(secret, encoding="utf-8")
-        text = text.replace(path, str(tmp_path / Path(path).name))
+        there = tmp_path / Path(path).name
+        text = text.replace(path, f"{there}/" if path.endswith("/") else str(there))
+        if path.endswith("/"):
+            there.mkdir()
+        else:
+            secret = base64.b64encode(os.urandom(32)).decode() if path.endswith(".key") else "a-secret"
+            there.write_text(secret, encoding="utf-8")
     # A part of a config is shown where the rest does not matter.
     head = "" if "version:" in text else "version: 1\n"
     rest = "" if "primary:" in text else "primary: {capacity: 1GiB}\n"

@@ -132,7 +132,8 @@ def _changed(place: str) -> int:
 def _entries(places: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
     """Return the entry points of all groups of ours, by name. Reading them of 150 distributions takes 10 ms.
 
-    ``places``: the folders of ``sys.path``, so that a distribution that has been installed since is found.
+    ``places``: the folders of ``sys.path``, so that a distribution that has been installed since is found. One that was
+    just being installed, or was changed in place, is found when it is looked for (``_find``).
     """
     # importlib.metadata.entry_points() raises for all distributions if one has a malformed file.
     found: dict[tuple[str, str, str], EntryPoint] = {}
@@ -149,6 +150,9 @@ def _entries(places: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
 
 def _find(group: str, name: str, what: str) -> EntryPoint:
     entries = _installed(group)
+    if not any(entry.name == name for entry in entries):
+        _entries.cache_clear()
+        entries = _installed(group)
     matching = [entry for entry in entries if entry.name == name]
     if not matching:
         known = sorted({entry.name for entry in entries})

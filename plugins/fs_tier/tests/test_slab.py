@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.api import ConfigError, StoreFull, TierContext, TierUnavailable, WritesRefused
+from kvtiers.api import ConfigError, Refused, StoreFull, TierContext, TierUnavailable, WritesRefused
 from kvtiers.layout.namespace_epoch import read_epoch, write_epoch
 from kvtiers.plugins import load_tier
 from kvtiers_fs.config import FsConfig
@@ -245,8 +245,11 @@ def test_values_of_a_batch_lie_behind_each_other_and_are_read_so(slab_folder, va
 def test_a_value_of_a_batch_that_is_too_large_is_refused_alone(slab_folder, value):
     store = slab_folder.open(CAPACITY)
     kept = store.write_many(["ns/a", "ns/b", "ns/c"], [value(1), value(2, pages=33), value(3)])
-    assert [bool(each) for each in kept] == [True, False, True]
+    assert kept[0] is kept[2] is True
+    assert isinstance(kept[1], Refused)
     assert "larger than a segment, which has 128KiB" in kept[1].reason  # to make room on the disk would not help
+    with pytest.raises(WritesRefused, match="larger than a segment"):
+        store.write("ns/b", value(2, pages=33))
     assert store.exists(["ns/a", "ns/b", "ns/c"]) == [True, False, True]
 
 

@@ -1,5 +1,6 @@
 """The publisher over real sockets: order, numbers, replays, and everything that a subscriber or an endpoint may do."""
 
+import contextlib
 import socket
 import threading
 
@@ -252,10 +253,18 @@ def test_a_replay_endpoint_that_is_taken_leaves_the_first_socket_free(opened):
     assert not opened(endpoint=f"tcp://127.0.0.1:{port}").report()["error"]
 
 
+def _free_pair():
+    """Return a port that is free, as is the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            other.bind(("127.0.0.1", port + 1))
+            return port
+
+
 def test_data_parallel_ranks_have_ports_of_their_own_as_in_vllm(opened, subscribed):
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = _free_pair()
     ranks = [opened(endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=None, rank=rank) for rank in (0, 1)]
     assert [rank.report()["endpoint"] for rank in ranks] == [f"tcp://127.0.0.1:{port + rank}" for rank in (0, 1)]
     subscriber = subscribed(ranks[1])

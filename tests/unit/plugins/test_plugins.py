@@ -93,6 +93,16 @@ def test_the_distributions_are_read_once_and_again_when_one_was_installed(distri
     assert plugins.load_tier("later").name == "later"
 
 
+def test_a_tier_is_found_that_was_being_installed_when_the_distributions_were_read(distributions):
+    distributions.install_tier("good", GOOD)
+    (declared,) = distributions.folder.glob("*/entry_points.txt")
+    text = declared.read_text(encoding="utf-8")
+    declared.unlink()
+    assert "good" not in {entry.name for entry in plugins.installed_tiers()}
+    declared.write_text(text, encoding="utf-8")  # the folder itself, which says when it was changed, is as it was
+    assert plugins.load_tier("good").name == "good"
+
+
 def test_a_misspelled_hook_is_named_with_the_right_one(distributions):
     distributions.install_tier("bad", GOOD.replace("def kvtiers_tier", "def kvtiers_teir"))
     assert (

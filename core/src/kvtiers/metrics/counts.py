@@ -242,7 +242,7 @@ TIER_HELP: Mapping[str, str] = {
     "dropped_full": "Values dropped since the store was full.",
     "dropped_queue": "Values dropped since too many were waiting to be written.",
     "dropped_quota": "Values dropped since their tenant had no room under its quota.",
-    "dropped_refused": "Values dropped since a part of the store did not answer, or took no writes.",
+    "dropped_refused": "Values dropped since a part of the store did not answer, or did not take them.",
     "dropped_shutdown": "Values dropped since the engine ended before their turn.",
     "errors": "Calls of the store that failed.",
     "full": "1: the tier's store accepts no more values; the log says what to do.",

@@ -30,10 +30,7 @@ class CommandRefused(KvtiersError):  # noqa: N818 -- an answer, as WritesRefused
 
 
 class Command:
-    """A command. ``work``: on the engine's thread; what it returns is the answer, None: to be called in the next step.
-
-    ``on_withdrawn``: what the work has done so far, for a command of several steps that is withdrawn.
-    """
+    """A command. ``work``: on the engine's thread; it returns the answer, or None to be called in the next step."""
 
     def __init__(self, work: Callable[[], Mapping[str, Any] | None]) -> None:
         self._work = work

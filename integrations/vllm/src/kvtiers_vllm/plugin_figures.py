@@ -1,7 +1,8 @@
 """The figures of tiers' own stores, which vLLM's ``/metrics`` need before there is a tier.
 
 Both processes ask here, the one that defines them and the engine that reports them, each for the same tier types:
-those of the engine's config, as it was when vLLM made its own (``Types``).
+those of the engine's config, as it was when vLLM made its own (``Types``). A server whose engine has others all the
+same, as on another node, has their figures by a label (``OTHERS``).
 """
 
 import functools
@@ -13,7 +14,7 @@ from kvtiers.api import KvtiersError
 from kvtiers.metrics import name_of_own
 from kvtiers.plugins import installed_tiers, load_tier
 
-__all__ = ["OTHERS", "Types", "plugin_gauges", "plugin_values"]
+__all__ = ["OTHERS", "Types", "plugin_gauges", "plugin_values", "under_defined_names"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _PREFIX = "kvtiers_tier_"
@@ -52,3 +53,19 @@ def plugin_values(
         name = _PREFIX + name_of_own(figure)
         if isinstance(value, (int, float)) and name not in known:
             yield (name, (), float(value)) if name in gauges else (OTHERS, (figure,), float(value))
+
+
+def under_defined_names(stats: Mapping[str, Any], defined: Collection[str]) -> Mapping[str, Any]:
+    """Return vLLM's report of an engine with each tier's own figure that is not ``defined`` as one of ``OTHERS``."""
+    data = stats.get("data", {})
+    unknown = [name for name in data if name.startswith(_PREFIX) and name not in defined]
+    if not unknown:
+        return stats
+    kinds = dict(stats["types"])
+    kinds[OTHERS] = kinds[unknown[0]]  # all are gauges
+    named = {name: values for name, values in data.items() if name not in unknown}
+    others = dict(named.get(OTHERS, {}))
+    for name in unknown:
+        figure = name.removeprefix(_PREFIX)
+        others |= {(*labels, figure): value for labels, value in data[name].items()}
+    return {**stats, "data": {**named, OTHERS: others}, "types": kinds}

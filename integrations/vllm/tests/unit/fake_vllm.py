@@ -59,6 +59,17 @@ class OffloadingWorkerMetadata:
     transfer_stats: Any = None
 
 
+class OffloadPromMetrics:
+    """What serves ``/metrics``. ``observed``: each report."""
+
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        self.spec_name = vllm_config.kv_transfer_config.kv_connector_extra_config["spec_name"]
+        self.observed = []
+
+    def observe(self, transfer_stats_data, engine_idx=0):
+        self.observed.append((transfer_stats_data, engine_idx))
+
+
 class OffloadingConnector:
     """vLLM's connector; ``calls``: what kvtiers' one has handed on to it. ``built_in``: the engine it was built for."""
 
@@ -69,7 +80,7 @@ class OffloadingConnector:
 
     @classmethod
     def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues):
-        return vllm_config.kv_transfer_config.kv_connector_extra_config["spec_name"]
+        raise NotImplementedError("kvtiers' connector makes metrics of its own")
 
     def on_new_request(self, request):
         self.calls.append("on_new_request")
@@ -215,7 +226,10 @@ class KVTransferConfig:
 
 _BASE = ("OffloadingCounterMetadata", "OffloadingGaugeMetadata", "RequestOffloadingContext", "OffloadingSpec")
 _MODULES: dict[str, dict[str, Any]] = {
-    f"{_CONNECTORS}.offloading.metrics": {"OffloadingConnectorStats": _kind("OffloadingConnectorStats")},
+    f"{_CONNECTORS}.offloading.metrics": {
+        "OffloadingConnectorStats": _kind("OffloadingConnectorStats"),
+        "OffloadPromMetrics": OffloadPromMetrics,
+    },
     f"{_CONNECTORS}.offloading.common": {
         "OffloadingConnectorMetadata": OffloadingConnectorMetadata,
         "OffloadingWorkerMetadata": OffloadingWorkerMetadata,
@@ -254,6 +268,7 @@ NAMES = {
     "stack.connector": (
         "OffloadingConnectorMetadata",
         "OffloadingWorkerMetadata",
+        "OffloadPromMetrics",
         "OffloadingConnectorScheduler",
         "OffloadingConnectorWorker",
         "OffloadingConnector",

@@ -6,6 +6,7 @@ import pytest
 
 from kvtiers.api import ConfigError, StartError
 from kvtiers_vllm.engine import Engine, being_built, engine_being_built
+from kvtiers_vllm.stack.options import note_tier_types
 
 from . import fake_vllm
 from .test_stack_guard import engine_config
@@ -27,7 +28,22 @@ def test_what_it_builds_is_built_for_the_configs_that_it_was_given(module):
 
 
 def test_the_process_that_serves_figures_has_the_specs(module):
-    assert module.KvtiersConnector.build_prom_metrics(engine_config(), {}, [], {}) == "KvtiersOffloadingSpec"
+    metrics = module.KvtiersConnector.build_prom_metrics(engine_config(), {}, [], {})
+    assert metrics.spec_name == "KvtiersOffloadingSpec"
+
+
+def test_figures_of_tier_types_that_this_process_has_not_defined_come_by_a_label(module):
+    config = engine_config(kvtiers_config={"version": 1, "primary": {"capacity": "1MiB"}, "secondary": []})
+    note_tier_types(config.kv_transfer_config.kv_connector_extra_config)
+    metrics = module.KvtiersConnector.build_prom_metrics(config, {}, [], {})
+    known = {"kvtiers_tier_off": {("a",): 0.0}, "vllm:kv_offload_total_bytes": {("load",): 5}}
+    kinds = {"kvtiers_tier_off": "gauge", "vllm:kv_offload_total_bytes": "counter", "kvtiers_tier_held_bytes": "gauge"}
+    metrics.observe({"data": known, "types": kinds}, 1)
+    metrics.observe({"data": {**known, "kvtiers_tier_held_bytes": {("a",): 7.0}}, "types": kinds}, 1)
+    (same, _), (named, of_engine) = metrics.observed
+    assert same["data"] == known
+    assert named["data"] == {**known, "kvtiers_tier_own_figure": {("a", "held_bytes"): 7.0}}
+    assert (named["types"]["kvtiers_tier_own_figure"], of_engine) == ("gauge", 1)
 
 
 def test_a_spec_of_another_name_is_refused(module):

@@ -167,8 +167,8 @@ class _Run:
         done = client.put(keys, views, timeout=_CALL_SECONDS)
         took = time.perf_counter() - begin
         if not all(done.stored):
-            what = f"{done.stored.count(False)} of {count} values of {format_size(self._case.value_bytes)}"
-            raise NotStoredError(f"{self._tier.label}: {what} were not stored: {done.error or 'see the log'}")
+            missing = f"{done.stored.count(False)} of {count} values"
+            raise NotStoredError(f"{missing} were not stored: {done.error or 'see the log'}")
         self.keys += keys
         return took
 

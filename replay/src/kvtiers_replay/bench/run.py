@@ -46,7 +46,7 @@ class Bench:
     tiers: list[BenchTier]
     load: float = 0.0
     processors: int = 1
-    not_stored: list[str] = field(default_factory=list)
+    not_stored: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, list[Figures]] = field(default_factory=dict)
     batches: dict[str, list[Figures]] = field(default_factory=dict)
     threads: dict[str, list[Figures]] = field(default_factory=dict)
@@ -92,9 +92,9 @@ def run_bench(
     usual = {tier.label: Case(0, options.batches[-1], tier.tier.threads, tier.tier.processes) for tier in tiers}
     # The largest first: a slab is made for values of the length that comes first.
     found.sizes = cases.sweep(usual, "value_bytes", options.value_bytes[::-1])
-    for figures in found.sizes.values():
+    for name, figures in found.sizes.items():
         if not figures:
-            raise NotStoredError(found.not_stored[-1])
+            raise NotStoredError(found.not_stored[name][-1])
         figures.reverse()
     base = {name: best_of(figures, lambda each: each.case.value_bytes).case for name, figures in found.sizes.items()}
     found.batches = cases.sweep(base, "batch", options.batches)
@@ -143,7 +143,7 @@ class _Cases:
             try:
                 figures = measure(tier, case, most_bytes=self._options.most_bytes, seconds=self._options.seconds)
             except NotStoredError as error:
-                self._bench.not_stored.append(str(error))
+                self._bench.not_stored.setdefault(tier.label, []).append(f"{what}: {error}")
             self._done[tier.label, case] = figures
         return self._done[tier.label, case]
 

@@ -94,7 +94,7 @@ def advice_lines(bench: Bench) -> list[str]:
 
 def notes(bench: Bench) -> list[str]:
     """Return what to bear in mind: a machine that did something else, and what was not measured."""
-    lines = [f"Not measured: {line}" for line in bench.not_stored]
+    lines = [f"Not measured: {line}" for of_tier in bench.not_stored.values() for line in of_tier]
     if bench.load > bench.processors / 2:
         lines.append(
             f"This machine was busy before (a load of {bench.load:.1f} on {bench.processors} processors): all is "

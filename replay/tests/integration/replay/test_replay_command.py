@@ -123,7 +123,7 @@ def test_without_any_tier_installed_the_code_workload_runs_on_the_primary_alone(
     # As in an environment with core and replay alone (which tests/packaging makes).
     script = (
         "from kvtiers import plugins; real = plugins.distributions\n"
-        "plugins.distributions = lambda: [d for d in real() if d.name in ('kvtiers', 'kvtiers-replay')]\n"
+        "plugins.distributions = lambda **at: [d for d in real(**at) if d.name in ('kvtiers', 'kvtiers-replay')]\n"
         "from kvtiers.cli.main import main; main()"
     )
     arguments = ("replay", "--workload", "code", "--requests", "5", "--json")

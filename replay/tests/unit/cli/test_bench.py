@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -81,13 +82,28 @@ def write(self, name, src):
         (tmp_path / f"{name}.yaml").write_text(text)
     result = run("bench", "--compare", "some.yaml", "all.yaml", *QUICK, "--plot", "page.html")
     assert result.exit_code == 0, result.output
-    assert f"Not measured: some: {small}: 1 of 1 values of 256KiB were not stored" in result.stdout
+    case = rf"some: {small}: values of 256KiB, 3 at a time, threads: \d+"
+    assert re.search(f"Not measured: {case}: 1 of 1 values were not stored", result.stdout)
     assert f"some: {small}: what suits is values of 64KiB" in result.stdout
     side_by_side = result.stdout.partition("Side by side")[2].splitlines()
     (row,) = [line.split() for line in side_by_side if line.split()[:1] == ["256KiB"]]
     assert row[1] == "-"  # written; of the other one there is a figure
     assert float(row[2]) >= 0
     assert "Not measured: some" in (tmp_path / "page.html").read_text()
+
+
+def test_a_tier_that_takes_no_size_is_named_though_another_one_takes_no_small_one(run, store, tmp_path):
+    nothing, large = (
+        store(f"def write(self, name, src):\n    if {what}: raise WritesRefused('no')\n    super().write(name, src)")
+        for what in ("True", "len(src) < 100_000")
+    )
+    for name, tier in (("nothing", nothing), ("large", large)):
+        text = f"version: 1\nprimary: {{capacity: 1MiB}}\nsecondary: [{{type: {tier}, io: thread}}]\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    result = run("bench", "--compare", "nothing.yaml", "large.yaml", *QUICK)
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: nothing: {nothing}: values of 64KiB")
 
 
 def test_a_slab_is_measured_at_every_size_though_its_segments_are_made_for_one(run, tmp_path):
@@ -103,7 +119,7 @@ def test_a_slab_is_measured_at_every_size_though_its_segments_are_made_for_one(r
     )
     sizes = ("--sizes", "64KiB,20MiB", "--batches", "1", "--threads", "2", "--bytes", "20MiB", "--seconds", "0.02")
     data = json.loads(run("bench", "fs", *options, *sizes, "--json").stdout)
-    assert data["not_stored"] == []
+    assert data["not_stored"] == {}
     assert [each["case"]["value_bytes"] for each in data["tiers"]["fs"]["by_size"]] == [64 << 10, 20 << 20]
 
 

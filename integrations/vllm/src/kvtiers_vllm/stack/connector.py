@@ -19,8 +19,10 @@ from kvtiers.api import ConfigError, StartError
 from kvtiers_vllm.compat import CONNECTOR, check, refuse_unwrapped
 from kvtiers_vllm.engine import Engine, being_built, engine_being_built
 from kvtiers_vllm.never_raise import BugCount, never_raises
+from kvtiers_vllm.plugin_figures import under_defined_names
 from kvtiers_vllm.releases import require_whole_stack
-from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME
+from kvtiers_vllm.stack.figures import definitions
+from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, noted_tier_types
 from kvtiers_vllm.stack.plans import CopyReport
 from kvtiers_vllm.stack.worker import LoadPart
 
@@ -29,6 +31,7 @@ try:
         OffloadingConnectorMetadata,
         OffloadingWorkerMetadata,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -65,6 +68,23 @@ class WorkerReport(OffloadingWorkerMetadata):
         return WorkerReport(both.completed_jobs, both.transfer_stats, copies)
 
 
+class StackMetrics(OffloadPromMetrics):
+    """The figures of the whole stack in ``/metrics``.
+
+    An engine on another node may have a config file of its own, and so tier types that this process has not defined
+    figures of. vLLM ends its server over a figure that is not defined.
+    """
+
+    def __init__(self, vllm_config: Any, *arguments: Any, **more: Any) -> None:
+        super().__init__(vllm_config, *arguments, **more)
+        types = noted_tier_types(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._defined_here = definitions(_no_kind, _no_kind, types).keys()
+
+    def observe(self, transfer_stats_data: Any, engine_idx: int = 0) -> None:
+        """Add an engine's report to the figures."""
+        super().observe(under_defined_names(transfer_stats_data, self._defined_here), engine_idx)
+
+
 class KvtiersConnector(OffloadingConnector):
     """vLLM's connector with kvtiers' manager and worker. Exceptions of vLLM's own methods pass unchanged."""
 
@@ -86,7 +106,7 @@ class KvtiersConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any, **more: Any) -> Any:
         """Define the figures of the whole stack, in the process that serves ``/metrics``."""
         _name_spec(vllm_config)
-        return super().build_prom_metrics(vllm_config, *arguments, **more)
+        return StackMetrics(vllm_config, *arguments, **more)
 
     def on_new_request(self, request: Any) -> None:
         """Show a request to the manager."""
@@ -210,6 +230,10 @@ class KvtiersConnector(OffloadingConnector):
     def _missing_blocks(self) -> set[int]:
         missing: set[int] = self.connector_worker.worker.take_missing_blocks()
         return missing
+
+
+def _no_kind(*_arguments: object) -> None:
+    """Stand for vLLM's classes of figures where only their names are wanted."""
 
 
 def _name_spec(vllm_config: Any) -> None:

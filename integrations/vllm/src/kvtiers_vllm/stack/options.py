@@ -57,10 +57,10 @@ def load_stack_config(extra_config: Mapping[str, Any]) -> "tuple[OffloadConfig, 
 def note_tier_types(extra_config: MutableMapping[str, Any]) -> None:
     """Record the types of the stack's tiers beside its config, for ``noted_tier_types`` in each process.
 
-    Each must take the same for its figures, also if the file changes while the engine starts. Problems of the config
-    are ConfigErrors.
+    Processes that are given this config take the same for their figures, also if the file changes while the engine
+    starts. Problems of the config are ConfigErrors.
     """
-    if extra_config.get(CONFIG_KEY):
+    if extra_config.get(CONFIG_KEY) and _TYPES_KEY not in extra_config:
         config, _ = load_stack_config(extra_config)
         extra_config[_TYPES_KEY] = sorted({tier.type for tier in config.secondary})
 

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvtiers.api import StoreFull
+from kvtiers.api import StoreFull, WritesRefused
 from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import GONE, Directory
@@ -36,8 +36,8 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 LOCK_SECONDS = 1.0  # another process holds the index's lock for microseconds
 
 
-class TooLargeError(StoreFull):
-    """A value is longer than a segment of this slab."""
+class TooLargeError(WritesRefused):
+    """A value is longer than a segment of this slab: to make room would not help."""
 
 
 class SegmentFile:

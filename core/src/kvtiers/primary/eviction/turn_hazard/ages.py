@@ -26,6 +26,7 @@ _SMALL = 64
 # Chunks up to the end, of the run, added by the last use, before it; the last gap, their mean; whether others follow;
 # left over; uses and what the last one added; tokens of the last answer; when the next turn is expected.
 _SIZES = (12, 12, 12, 12, 32, 32, 2, 4, 48, 12, 12)
+assert sum(_SIZES) <= 256, "a row is of bytes"
 _STARTS = [sum(_SIZES[:index]) for index in range(len(_SIZES))]
 
 

@@ -178,7 +178,7 @@ class PrefixTree:
     # -- ways
 
     def follow(self, way: Way, keys: Sequence[OffloadKey]) -> None:
-        """Record that a request uses these chunks, all of one prefix; unknown ones follow what it has used so far."""
+        """Record that a request uses one chunk or more of a prefix; unknown ones follow what it has used so far."""
         first = self.run_of.get(keys[0])
         if first is not None and first.covers(keys):
             self._reach(way, keys[-1])
