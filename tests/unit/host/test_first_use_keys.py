@@ -4,14 +4,18 @@ import base64
 import os
 import random
 import threading
+import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from tests.unit.encryption.keyed import NAMES, key
+from tests.unit.secondary.conftest import wait_until
 
-from kvtiers.api import ConfigError, make_offload_key
+from kvtiers.api import ConfigError, make_offload_key, tenant_of
 from kvtiers.api.keys import with_tenant
-from kvtiers.encryption import key_source
+from kvtiers.encryption import key_source, keyed_names
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_keys
 from kvtiers.encryption.keyed_names import KeyedNames
@@ -64,6 +68,27 @@ def keys_of(namespace_key):
 
 
 @pytest.fixture
+def gates(monkeypatch):
+    """Have each attempt to read a key of these tenants wait for a permit; return the permits, and who was read.
+
+    A tenant's first attempt fails if its name begins with "bad".
+    """
+    permits, read, failed = defaultdict(lambda: threading.Semaphore(0)), [], set()
+
+    def wait(config, namespace, tenant):
+        read.append(tenant)
+        if tenant.startswith("bad") and tenant not in failed:
+            failed.add(tenant)
+            raise ConfigError("no key")
+        if tenant in permits:
+            assert permits[tenant].acquire(timeout=60)
+        return open_keys(config, namespace, tenant)
+
+    monkeypatch.setattr(first_use_keys, "open_keys", wait)
+    return permits, read
+
+
+@pytest.fixture
 def opened(monkeypatch):
     """Count the tenants whose keys are read."""
     read = []
@@ -82,6 +107,13 @@ def chunk(tenant, number=1):
 
 def ids(ring, *tenants):
     return [None if (own := ring.of(tenant)) is None else own.current.id for tenant in tenants]
+
+
+def await_ring(keys, *tenants):
+    """Use them until their keys are there; return the ring."""
+    of_all = [chunk(tenant) for tenant in tenants]
+    wait_until(lambda: keys.ring_of(of_all).missing.isdisjoint(tenants), f"the keys of {tenants}")
+    return keys.ring_of(of_all)
 
 
 def end(keys):
@@ -143,7 +175,7 @@ def test_what_is_listed_and_what_has_no_tenant_needs_no_reading(keys_of, folder,
     end(keys)
 
 
-def test_the_least_recently_used_key_is_closed_and_a_run_goes_on_with_what_it_has(keys_of, folder, opened):
+def test_the_least_recently_used_key_is_forgotten_and_a_run_goes_on_with_what_it_has(keys_of, folder, opened):
     keys = keys_of({"key": folder("a", "b", "c")}, most=2)
     of_a = keys.ring_of([chunk("a")])
     keys.ring_of([chunk("b")])
@@ -155,9 +187,9 @@ def test_the_least_recently_used_key_is_closed_and_a_run_goes_on_with_what_it_ha
     keys.ring_of([chunk("b")])
     keys.ring_of([chunk("a")])
     assert opened == ["a", "b", "c", "b", "a"]
-    assert len(keys._entries) == 2
+    assert len(keys._kept) == 2
     [names] = KeyedNames.of_ring(NAMES, of_a)
-    assert names.has_name(chunk("a")), "also when it is closed"
+    assert names.has_name(chunk("a")), "also when it is forgotten"
     assert parse_name(names.name(chunk("a"))).key_id == ids(keys.ring_of([chunk("a")]), "a")[0]
     end(keys)
 
@@ -174,7 +206,8 @@ def test_with_many_threads_no_tenant_ever_has_another_one_s_key(keys_of, folder)
         chance = random.Random(seed)
         for _ in range(40):
             some = chance.sample(tenants, 2)
-            ring = keys.ring_of([chunk(tenant) for tenant in some])
+            while (ring := keys.ring_of([chunk(tenant) for tenant in some])).missing:  # more come than can be read
+                assert all(ids(ring, each)[0] in {None, right[each]} for each in some)
             assert ids(ring, *some) == [right[tenant] for tenant in some]
 
     with ThreadPoolExecutor(8) as threads:
@@ -182,19 +215,16 @@ def test_with_many_threads_no_tenant_ever_has_another_one_s_key(keys_of, folder)
     end(keys)
 
 
-def test_a_tenant_whose_key_does_not_come_keeps_no_other_one_waiting(keys_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 0.01)
+def test_a_tenant_whose_key_does_not_come_keeps_no_other_one_waiting(keys_of, tmp_path):
     pipe, raw = tmp_path / "pipe", base64.b64encode(os.urandom(32))
     os.mkfifo(pipe)
     program = f'test "$KVTIERS_TENANT" = slow && exec cat {pipe}; echo {raw.decode()}'
     keys = keys_of({"key": {"command": ["sh", "-c", program]}})
     assert keys.ring_of([chunk("slow")]).missing == {"slow"}, "while the command waits for who writes into the pipe"
-    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 60.0)
-    both = keys.ring_of([chunk("quick")])
-    assert not both.missing
+    await_ring(keys, "quick")
+    assert keys.ring_of([chunk("slow")]).missing == {"slow"}
     pipe.write_bytes(raw)
-    while keys.ring_of([chunk("slow")]).missing:
-        pass
+    await_ring(keys, "slow")
     end(keys)
 
 
@@ -213,9 +243,11 @@ def test_a_previous_key_is_read_where_a_tenant_has_one(keys_of, folder):
     assert not keys.ring_of([chunk("red")]).has_two
     end(keys)
     silent = keys_of({"key": folder("blue"), "previous": {"command": ["true"]}})
-    assert len(silent.ring_of([chunk("blue")]).of("blue").all) == 1
+    assert len(await_ring(silent, "blue").of("blue").all) == 1
     end(silent)
     failing = keys_of({"key": folder("blue"), "previous": {"command": ["false"]}})
+    assert failing.ring_of([chunk("blue")]).missing == {"blue"}
+    wait_until(lambda: failing._failed)
     assert failing.ring_of([chunk("blue")]).missing == {"blue"}, "whether there is one is not known"
     end(failing)
 
@@ -237,3 +269,205 @@ def test_a_ring_whose_other_tenants_have_their_own_never_gives_them_the_namespac
     more = ring.with_tenants({"blue": KeyRing(key(2)), "green": None})
     assert more.of("blue").current.is_same(key(2))
     assert [more.of("green"), more.of("white"), more.missing] == [None, None, {"red", "green"}]
+
+
+def test_a_value_read_while_a_listed_key_is_added_is_there_or_missing():
+    ring, own = KeyRing(key(1), tenants=["red"], others_have_own=True), KeyRing(key(2))
+
+    class AddedMeanwhile(dict):
+        """The key comes when the tenants have been copied, before anything else is."""
+
+        def __iter__(self):
+            return super().__iter__()  # so that a copy asks for each value
+
+        def __getitem__(self, tenant):
+            found = super().__getitem__(tenant)
+            if found is None:
+                ring.add(tenant, own)
+            return found
+
+    ring._tenants = AddedMeanwhile(ring._tenants)
+    more = ring.with_tenants({"blue": KeyRing(key(3))})
+    assert not ring.missing
+    assert more.of("red") is own or more.missing == {"red"}
+
+
+def test_a_tenant_for_which_no_thread_could_be_started_is_read_at_its_next_use(keys_of, folder, monkeypatch, log_lines):
+    start, refused = threading.Thread.start, []
+
+    def start_some(thread):
+        if thread.name == "kvtiers-disk-first-use-keys" and len(refused) < 3:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 1e9)  # for ever, if nothing reads it
+    keys = keys_of({"key": folder("blue")})
+    for _ in range(3):
+        assert keys.ring_of([chunk("blue")]).missing == {"blue"}
+    assert not keys.ring_of([chunk("blue")]).missing
+    assert "can't start new thread; tried again at a use (2 so far)" in log_lines("(2 so far)")
+    assert len(refused) == 3
+    end(keys)
+
+
+def test_no_use_waits_for_a_command_or_behind_other_tenants(keys_of, folder, gates, monkeypatch):
+    permits, _ = gates
+    of_command = keys_of({"key": {"command": ["true"]}})
+    began = time.monotonic()
+    tenants = [f"t{number}" for number in range(50)]
+    for tenant in tenants:
+        permits[tenant] = threading.Semaphore(0)
+        assert of_command.ring_of([chunk(tenant)]).missing
+        assert time.monotonic() - began < 45, "no wait of 60 s"
+    for tenant in tenants:
+        permits[tenant].release()
+    end(of_command)
+    monkeypatch.setattr(first_use_keys, "_MOST_THREADS", 1)
+    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 0.0)
+    keys = keys_of({"key": folder("a", "b")})
+    permits["a"] = threading.Semaphore(0)
+    assert keys.ring_of([chunk("a")]).missing
+    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 60.0)
+    assert keys.ring_of([chunk("b")]).missing, "the one thread is busy"
+    assert time.monotonic() - began < 45, "no wait of 60 s"
+    permits["a"].release()
+    await_ring(keys, "a", "b")
+    end(keys)
+
+
+def test_many_new_tenants_whose_files_hang_are_waited_for_as_long_as_one(keys_of, folder, gates, monkeypatch):
+    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(first_use_keys, "_MOST_THREADS", 40)
+    permits, _ = gates
+    tenants = [f"t{number}" for number in range(40)]
+    keys = keys_of({"key": folder(*tenants)})
+    for tenant in tenants:
+        permits[tenant] = threading.Semaphore(0)
+    began = time.monotonic()
+    for tenant in tenants:
+        assert keys.ring_of([chunk(tenant)]).missing
+    assert time.monotonic() - began < 4, "of 40 waits one or two"
+    for tenant in tenants:
+        permits[tenant].release()
+    end(keys)
+
+
+def test_hanging_retries_leave_half_of_the_threads_to_new_tenants(keys_of, folder, gates):
+    permits, read = gates
+    bad = [f"bad{number}" for number in range(16)]
+    keys = keys_of({"key": folder("new", *bad)})
+    for tenant in bad:
+        permits[tenant] = threading.Semaphore(0)
+    for _ in range(2):
+        keys.ring_of([chunk(tenant) for tenant in bad])
+        wait_until(lambda: len(keys._failed) == 16 or len(read) == 20)
+    assert not keys.ring_of([chunk("new")]).missing
+    assert len(keys._retries) + keys._retrying == 16
+    assert keys._retrying <= 4
+    for tenant in bad:
+        permits[tenant].release()
+    await_ring(keys, *bad)
+    end(keys)
+
+
+def test_a_first_attempt_goes_before_retries_that_wait(keys_of, folder, gates, monkeypatch):
+    monkeypatch.setattr(first_use_keys, "_MOST_THREADS", 2)
+    monkeypatch.setattr(first_use_keys, "_MOST_RETRYING", 2)
+    permits, read = gates
+    keys = keys_of({"key": folder("bad1", "bad2", "bad3", "new")})
+    bad = ["bad1", "bad2", "bad3"]
+    for tenant in bad:
+        permits[tenant] = threading.Semaphore(0)
+    keys.ring_of([chunk(tenant) for tenant in bad])
+    wait_until(lambda: len(keys._failed) == 3)
+    keys.ring_of([chunk(tenant) for tenant in bad])
+    wait_until(lambda: sorted(read[3:]) == ["bad1", "bad2"])
+    assert keys.ring_of([chunk("new")]).missing
+    permits["bad1"].release()
+    await_ring(keys, "new")
+    permits["bad3"].release()
+    await_ring(keys, "bad3")
+    assert read[5:] == ["new", "bad3"]
+    permits["bad2"].release()
+    end(keys)
+
+
+def test_names_that_are_made_up_push_out_no_key_and_no_pause(keys_of, folder, opened):
+    keys = keys_of({"key": folder("good")}, pauses=(1e9, 1e9), most=2)
+    keys.ring_of([chunk("good")])
+    made_up = [f"m{number}" for number in range(8)]
+    for _ in range(2):
+        for tenant in made_up:
+            assert keys.ring_of([chunk(tenant)]).missing
+    assert not keys.ring_of([chunk("good")]).missing
+    assert opened == ["good", *made_up]
+    end(keys)
+
+
+def test_failures_are_bounded_by_the_least_recently_used(keys_of, folder, opened, monkeypatch):
+    monkeypatch.setattr(first_use_keys, "_MOST_FAILED", 2)
+    keys = keys_of({"key": folder()}, pauses=(1e9, 1e9))
+    for tenant in ("a", "b", "a", "c", "a", "b"):
+        keys.ring_of([chunk(tenant)])
+    assert opened == ["a", "b", "c", "b"]
+    assert sorted(keys._failed) == ["a", "b"]
+    end(keys)
+
+
+def test_a_tenant_that_is_being_read_is_not_read_twice(keys_of, folder, gates, monkeypatch):
+    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 0.0)
+    permits, read = gates
+    keys = keys_of({"key": folder("a", "b", "c")}, most=1)
+    permits["a"] = threading.Semaphore(0)
+    keys.ring_of([chunk("a")])
+    await_ring(keys, "b")
+    await_ring(keys, "c")
+    keys.ring_of([chunk("a")])
+    await_ring(keys, "b")
+    assert read.count("a") == 1
+    permits["a"].release()
+    await_ring(keys, "a")
+    end(keys)
+
+
+def test_one_key_for_several_tenants_is_a_line_of_the_log(keys_of, folder, namespace_key, tmp_path, log_lines):
+    source = {"key": folder("blue", "red", "green", "white")}
+    keys = keys_of(source, red={"key": {"file": str(tmp_path / "key" / "red.key")}})
+    keys._ring.add("red", open_keys(keys._config, "test", "red"))
+    files = {tenant: tmp_path / "key" / f"{tenant}.key" for tenant in ("blue", "red", "green", "white")}
+    files["green"].write_bytes(files["red"].read_bytes())
+    await_ring(keys, "blue", "green")
+    assert "tenant 'green' and tenant 'red' have the same key" in log_lines("(1 so far)")
+    files["white"].write_bytes(Path(namespace_key["file"]).read_bytes())
+    await_ring(keys, "white")
+    assert "tenant 'white' and requests without a tenant have the same key" in log_lines("(2 so far)")
+    end(keys)
+    printed = base64.b64encode(os.urandom(32)).decode()
+    careless = keys_of({"key": {"command": ["echo", printed]}})
+    await_ring(careless, "one")
+    await_ring(careless, "two")
+    assert "tenant 'two' and tenant 'one' have the same key" in log_lines("tenant 'two'")
+    end(careless)
+
+
+def test_a_prefix_is_looked_up_by_the_tenant_of_its_first_key(kit, folder, namespace_key, monkeypatch):
+    asked = []
+
+    def note(key):
+        asked.append(key)
+        return tenant_of(key)
+
+    monkeypatch.setattr(first_use_keys, "tenant_of", note)
+    monkeypatch.setattr(keyed_names, "tenant_of", note)
+    store = kit.DictStore()
+    tenants = {"*": {"key": folder("blue")}, "listed": {"key": folder()}}
+    pool, events = kit.pool(store, encryption={"key": namespace_key, "tenants": tenants})
+    assert not events.wait(Opened)[0].error
+    for tenant in ("red", "blue"):
+        asked.clear()
+        pool.probe(1, [with_tenant(kit.key(number), tenant) for number in range(1000)], is_prefix=True)
+        events.wait(Probed)
+        assert not any(events.wait(Probed)[-1].answers)
+        assert len(asked) < 10

@@ -166,8 +166,9 @@ class KeyRing:
     def with_tenants(self, rings: "Mapping[str, KeyRing | None]") -> "KeyRing":
         """Return these keys with those of more tenants, which are missing where there are none."""
         ring = KeyRing(self.current, self.previous, others_have_own=self._others_have_own)
-        ring._tenants = {**self._tenants, **rings}
+        # Before the keys, which ``add`` may put in meanwhile: a tenant must not be neither there nor missing.
         ring.missing = self.missing | {tenant for tenant, own in rings.items() if own is None}
+        ring._tenants = {**self._tenants, **rings}
         ring.has_two = self.has_two or any(own is not None and own.previous is not None for own in rings.values())
         return ring
 
@@ -176,13 +177,17 @@ class KeyRing:
 
         One thread at a time; others may use the ring meanwhile.
         """
-        others = [(other, own) for other, own in [*self._tenants.items()] if own is not None and other != tenant]
         self.has_two = self.has_two or ring.previous is not None
         self._tenants[tenant] = ring
         self.missing.discard(tenant)
-        if ring.current.is_same(self.current):
+        return self.owner_of(ring.current, besides=tenant)
+
+    def owner_of(self, key: SealingKey, *, besides: str) -> str:
+        """Return in words who writes with this key, other than the tenant ``besides``; "": there is none."""
+        if key.is_same(self.current):
             return "requests without a tenant"
-        return next((f"tenant {other!r}" for other, own in others if own.current.is_same(ring.current)), "")
+        rings = self.of_tenants.items()
+        return next((f"tenant {other!r}" for other, own in rings if other != besides and own.current.is_same(key)), "")
 
     @property
     def ids(self) -> list[str]:

@@ -1,26 +1,34 @@
 """The keys of tenants that a config does not list, for one store: each read at its first use, off the threads that ask.
 
 ``encryption.tenants."*"`` says where they are. So many tenants may come that not all keys are kept: the least recently
-used is closed, and read again at its next use. A tenant whose key cannot be had is without this store, as are listed
-ones (``tenant_keys.py``); it is tried again at a use, not before its pause is over.
+used is forgotten, and read again at its next use. A tenant whose key cannot be had is without this store, as are listed
+ones (``tenant_keys.py``); it is tried again at a use, not before its pause is over. A tenant that has been used is in
+one of three places::
+
+    a use ---> queued: waits for a thread, or is read ---> kept: the least recently used is forgotten first
+                 ^                                   '---> failed: has a pause; these push out only each other
+                 '--- a use, when the pause is over ---------'
 
 =================  ==========================================================================================
 thread             does
 =================  ==========================================================================================
-transfer, lookup   ask for the keys of what they move or look up; wait a moment for a first attempt
-first-use key (8   read keys, run an operator's commands, and end when nothing is to be read
-or fewer)
+transfer, lookup   ask for the keys of what they move or look up; wait for a file's first attempt, a little in sum
+first-use key (8   read keys, run an operator's commands, and end when nothing is to be read: first attempts before
+or fewer)          further ones, which have half of the threads, so that no hanging one is in a new tenant's way
 =================  ==========================================================================================
 """
 
+import itertools
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtiers._failures import log_with_backoff
 from kvtiers.api import ConfigError, OffloadKey, tenant_of
+from kvtiers.api.config import EACH_OTHER_TENANT
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_keys
 from kvtiers.encryption.keys import KeyRing
@@ -29,21 +37,23 @@ __all__ = ["FirstUseKeys"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _MOST_KEPT = 1024
-_MOST_WAITING = 1024  # to be read; a tenant that comes then is without the store until a later use
+_MOST_FAILED = 8192  # with their pauses; one that is pushed out counts as new
+_MOST_WAITING = 1024  # first attempts, and as many further ones; who comes then is without the store until a later use
 _MOST_THREADS = 8  # each of which may run an operator's command
-_WAIT_SECONDS = 0.02  # a file is read sooner; a lookup that comes later than that may be late for its request
+_MOST_RETRYING = 4  # of them
+_WAIT_SECONDS = 0.02  # for a file; at most so long at once, and so long a second for all tenants together
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """One tenant's keys. ``due``: when they may be tried, ``pause``: until the next time, if that fails."""
+    """One tenant's keys. ``due``: when they may be tried again, ``pause``: until the next time, if that fails."""
 
-    __slots__ = ("awaited_until", "due", "is_queued", "pause", "ring")
-
-    def __init__(self, pause: float) -> None:
-        self.ring: KeyRing | None = None
-        self.is_queued = False
-        self.due, self.pause = 0.0, pause
-        self.awaited_until = time.monotonic() + _WAIT_SECONDS
+    tenant: str
+    pause: float
+    awaited_until: float
+    due: float = 0.0
+    has_failed: bool = False
+    ring: KeyRing | None = None
 
 
 class FirstUseKeys:
@@ -67,15 +77,20 @@ class FirstUseKeys:
         self._label = label
         self._pauses = pauses
         self._most = most
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the least recently used first
-        self._waiting: deque[tuple[str, _Entry]] = deque()
-        self._threads = 0
-        self._failures = 0
+        self._is_awaited = not config.tenants[EACH_OTHER_TENANT].runs_a_command
+        self._kept: OrderedDict[str, _Entry] = OrderedDict()  # the least recently used first, as of those that failed
+        self._failed: OrderedDict[str, _Entry] = OrderedDict()
+        self._queued: dict[str, _Entry] = {}
+        self._first: deque[_Entry] = deque()  # of what is queued: what is not being read yet
+        self._retries: deque[_Entry] = deque()
+        self._threads = self._reading = self._retrying = 0  # all threads; those that read; those of these that retry
+        self._failures, self._equal_keys, self._failed_starts = (itertools.count(1) for _ in range(3))
+        self._allowance, self._allowed_at = _WAIT_SECONDS, time.monotonic()
         self._is_closed = False
         self._changed = threading.Condition()
 
     def ring_of(self, keys: Sequence[OffloadKey]) -> KeyRing:
-        """Return the live keys of these chunks' tenants; it has them whatever is closed later.
+        """Return the live keys of these chunks' tenants; it has them whatever is forgotten later.
 
         A tenant's keys are missing in it that cannot be had, or have not come yet.
         """
@@ -83,70 +98,134 @@ class FirstUseKeys:
         if not tenants:
             return self._ring
         with self._changed:
-            found = {tenant: self._wanted(tenant) for tenant in tenants}
-            while until := max((entry.awaited_until for entry in found.values() if entry.is_queued), default=0.0):
-                if not self._changed.wait(until - time.monotonic()):
-                    break
-            return self._ring.with_tenants({tenant: entry.ring for tenant, entry in found.items()})
+            entries = [self._use(tenant) for tenant in tenants]
+            self._await(entries)
+            return self._ring.with_tenants({entry.tenant: entry.ring for entry in entries})
 
     def close(self) -> None:
         """Read nothing more; a command that runs, runs to its end."""
         with self._changed:
             self._is_closed = True
-            for _, entry in self._waiting:
-                entry.is_queued = False
-            self._waiting.clear()
+            self._first.clear()
+            self._retries.clear()
             self._changed.notify_all()
 
-    def _wanted(self, tenant: str) -> _Entry:
+    # -- on the threads that ask, under the lock
+
+    def _use(self, tenant: str) -> _Entry:
         """Return a tenant's entry as used now, and have its keys read if that is due."""
-        entry = self._entries.get(tenant)
+        for used in (self._kept, self._failed):
+            if tenant in used:
+                used.move_to_end(tenant)
+        entry = self._kept.get(tenant) or self._queued.get(tenant) or self._failed.get(tenant)
         if entry is None:
-            entry = self._entries[tenant] = _Entry(self._pauses[0])
-            if len(self._entries) > self._most:
-                self._entries.popitem(last=False)
-        self._entries.move_to_end(tenant)
-        is_due = entry.ring is None and not entry.is_queued and entry.due <= time.monotonic()
-        if is_due and not self._is_closed and len(self._waiting) < _MOST_WAITING:
-            entry.is_queued = True
-            self._waiting.append((tenant, entry))
-            self._start()
+            awaited_until = time.monotonic() + _WAIT_SECONDS if self._is_awaited else 0.0
+            entry = _Entry(tenant, self._pauses[0], awaited_until)
+        if entry.ring is None and tenant not in self._queued and entry.due <= time.monotonic():
+            self._queue(entry)
+        if tenant in self._queued:
+            self._start_thread()  # also if it was queued at an earlier use: none may have started then
         return entry
 
-    def _start(self) -> None:
-        if self._threads < _MOST_THREADS:
+    def _queue(self, entry: _Entry) -> None:
+        line = self._retries if entry.has_failed else self._first
+        if not self._is_closed and len(line) < _MOST_WAITING:
+            self._failed.pop(entry.tenant, None)
+            self._queued[entry.tenant] = entry
+            line.append(entry)
+
+    def _start_thread(self) -> None:
+        """Start a thread, if there is more to take than there are threads about to take it."""
+        to_take = len(self._first) + min(len(self._retries), _MOST_RETRYING - self._retrying)
+        if to_take > self._threads - self._reading and self._threads < _MOST_THREADS:
             thread = threading.Thread(target=self._run, name=f"kvtiers-{self._label}-first-use-keys", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # none can be had now: another use tries it again
+            except RuntimeError as error:
+                times = next(self._failed_starts)
+                text = "%s: no thread can be started that reads tenants' keys: %s; tried again at a use (%d so far)"
+                log_with_backoff(times, _log.warning, text, self._label, error, times)
                 return
             self._threads += 1
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._threads -= 1
-                    return
-                tenant, entry = self._waiting.popleft()
-            ring, problem = self._read(tenant)
-            with self._changed:
-                entry.ring, entry.is_queued = ring, False
-                if ring is None:
-                    self._failures += 1
-                    failures, entry.due = self._failures, time.monotonic() + entry.pause
-                    entry.pause = min(2 * entry.pause, self._pauses[1])
-                self._changed.notify_all()
-            if ring is None and not self._is_closed:
-                text = (
-                    "%s: %s; tenant %r is without this tier until its key can be read, and no other one is (%d so far)"
-                )
-                log_with_backoff(failures, _log.warning, text, self._label, problem, tenant, failures)
+    def _await(self, entries: Sequence[_Entry]) -> None:
+        """Wait for first attempts, while the allowance lasts that grows with time, and nothing stands before them."""
+        now = time.monotonic()
+        awaited = [entry for entry in entries if entry.awaited_until > now and entry.tenant in self._queued]
+        if not awaited or len(self._first) > self._threads - self._reading:
+            return
+        self._allowance = min(_WAIT_SECONDS, self._allowance + (now - self._allowed_at) * _WAIT_SECONDS)
+        self._allowed_at = now
+        seconds = min(self._allowance, max(entry.awaited_until for entry in awaited) - now)
+        if seconds > 0:
+            self._changed.wait_for(
+                lambda: self._is_closed or all(entry.tenant not in self._queued for entry in awaited), seconds
+            )
+            self._allowance -= time.monotonic() - now  # below 0 when several have waited at once
 
-    def _read(self, tenant: str) -> tuple[KeyRing | None, str]:
-        try:
-            return open_keys(self._config, self._namespace, tenant), ""
-        except ConfigError as error:
-            return None, str(error)
-        except Exception as error:  # noqa: BLE001 -- of a library, which is tried again
-            return None, f"encryption.tenants.*: its keys cannot be read: {type(error).__name__}"
+    # -- on the threads that read
+
+    def _run(self) -> None:
+        while entry := self._take():
+            try:
+                ring, problem = open_keys(self._config, self._namespace, entry.tenant), ""
+            except ConfigError as error:
+                ring, problem = None, str(error)
+            except Exception as error:  # noqa: BLE001 -- of a library, which is tried again
+                ring, problem = None, f"encryption.tenants.*: its keys cannot be read: {type(error).__name__}"
+            if ring is None:
+                self._fail(entry, problem)
+            else:
+                self._keep(entry, ring)
+
+    def _take(self) -> _Entry | None:
+        """Return what to read next; None: nothing, so the thread ends."""
+        with self._changed:
+            if self._first:
+                entry = self._first.popleft()
+            elif self._retries and self._retrying < _MOST_RETRYING:
+                entry = self._retries.popleft()
+                self._retrying += 1
+            else:
+                self._threads -= 1
+                return None
+            self._reading += 1
+            return entry
+
+    def _keep(self, entry: _Entry, ring: KeyRing) -> None:
+        with self._changed:
+            self._end(entry)
+            entry.ring = ring
+            self._kept[entry.tenant] = entry
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+            rings = {tenant: kept.ring for tenant, kept in self._kept.items()}
+        other = self._ring.with_tenants(rings).owner_of(ring.current, besides=entry.tenant)
+        if other:
+            times = next(self._equal_keys)
+            text = (
+                "%s: tenant %r and %s have the same key: with it, who can read one's values can read the other's; "
+                "the file or command of '*' has to give each tenant its own (%d so far)"
+            )
+            log_with_backoff(times, _log.warning, text, self._label, entry.tenant, other, times)
+
+    def _fail(self, entry: _Entry, problem: str) -> None:
+        with self._changed:
+            self._end(entry)
+            entry.has_failed, entry.awaited_until = True, 0.0
+            entry.due = time.monotonic() + entry.pause
+            entry.pause = min(2 * entry.pause, self._pauses[1])
+            self._failed[entry.tenant] = entry
+            if len(self._failed) > _MOST_FAILED:
+                self._failed.popitem(last=False)
+        if not self._is_closed:
+            times = next(self._failures)
+            text = "%s: %s; tenant %r is without this tier until its key can be read, and no other one is (%d so far)"
+            log_with_backoff(times, _log.warning, text, self._label, problem, entry.tenant, times)
+
+    def _end(self, entry: _Entry) -> None:
+        """Note that an attempt is over."""
+        del self._queued[entry.tenant]
+        self._reading -= 1
+        self._retrying -= entry.has_failed
+        self._changed.notify_all()

@@ -25,31 +25,26 @@ class Presence:
         self.names_per_call = max(1, int(store.exists_per_call))
 
     def probe(
-        self,
-        all_names: Sequence[StorageNames],
-        keys: Sequence[OffloadKey],
-        give_up_at: float,
-        *,
-        is_prefix: bool,
-        may_lack_names: bool,
+        self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float, *, is_prefix: bool
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence.
 
-        ``all_names``: those that values are written with, then those that they are read with too. ``may_lack_names``:
-        a key may have no name, since its tenant's own key is missing; such a key is absent, unasked.
+        ``all_names``: those that values are written with, then those that they are read with too. A key that has no
+        name, since its tenant's own key is missing, is absent, unasked.
         """
-        if not may_lack_names:
-            return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
-        named = [all_names[0].has_name(key) for key in keys]
-        if all(named):
-            return self._probe(all_names, keys, give_up_at, is_prefix=is_prefix)
-        if is_prefix:
-            end = named.index(False)
-            there = self._probe(all_names, keys[:end], give_up_at, is_prefix=True)
-            return there if len(there) < end or False in there else [*there, False]
-        asked = [key for key, is_named in zip(keys, named, strict=True) if is_named]
-        answers = iter(self._probe(all_names, asked, give_up_at, is_prefix=False))
-        return [is_named and next(answers) for is_named in named]
+        per_call = self.names_per_call
+        if is_prefix and per_call == 1:
+            return self._bisect(all_names, keys, give_up_at)
+        answers: list[bool] = []
+        for start in range(0, len(keys), per_call):
+            some = keys[start : start + per_call]
+            if is_prefix:
+                ends = (place for place, key in enumerate(some, 1) if not all_names[0].has_name(key))
+                some = some[: next(ends, len(some))]
+            answers += self._of_any(all_names, some, give_up_at)
+            if is_prefix and not answers[-1]:
+                break
+        return answers
 
     def exist(self, names: Sequence[str], give_up_at: float) -> tuple[list[bool], int]:
         """Ask in one call which of these names are there, and remember it; return the answers and how many retries."""
@@ -64,19 +59,6 @@ class Presence:
         self._known.learn(name for name, answer in zip(names, there, strict=True) if answer)
         self._known.forget(name for name, answer in zip(names, there, strict=True) if not answer)
         return there, retries
-
-    def _probe(
-        self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float, *, is_prefix: bool
-    ) -> list[bool]:
-        per_call = self.names_per_call
-        if is_prefix and per_call == 1:
-            return self._bisect(all_names, keys, give_up_at)
-        answers: list[bool] = []
-        for start in range(0, len(keys), per_call):
-            answers += self._of_any(all_names, keys[start : start + per_call], give_up_at)
-            if is_prefix and not answers[-1]:
-                break
-        return answers
 
     def _bisect(self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float) -> list[bool]:
         """Find the end of a prefix: in two questions if all of it is there, in one if nothing is, else in 2 + log2(n).
@@ -103,12 +85,12 @@ class Presence:
 
     def _of_any(self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float) -> list[bool]:
         """Ask for values by their names under each live key: by an older one where there is none by a newer one."""
-        there, _ = self.exist(all_names[0].names(keys), give_up_at)
-        for older in all_names[1:]:
-            absent = [index for index, answer in enumerate(there) if not answer and older.has_name(keys[index])]
+        there = [False] * len(keys)
+        for names in all_names:
+            absent = [index for index, key in enumerate(keys) if not there[index] and names.has_name(key)]
             if not absent:
-                break
-            answers, _ = self.exist(older.names([keys[index] for index in absent]), give_up_at)
+                continue
+            answers, _ = self.exist(names.names([keys[index] for index in absent]), give_up_at)
             for index, answer in zip(absent, answers, strict=True):
                 there[index] = answer
         return there

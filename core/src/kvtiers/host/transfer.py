@@ -187,11 +187,9 @@ class ValueMover:
     def probe(
         self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
     ) -> list[bool]:
-        """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
-        ring = self._ring_of(keys)
-        may_lack_names = ring is not None and bool(ring.missing)
-        all_names = self._all_names(names, ring)
-        return self._presence.probe(all_names, keys, give_up_at, is_prefix=is_prefix, may_lack_names=may_lack_names)
+        """Ask which keys the store has. Of a prefix, which is one tenant's, answers may end after the first absence."""
+        all_names = self._all_names(names, self._ring_of(keys[:1] if is_prefix else keys))
+        return self._presence.probe(all_names, keys, give_up_at, is_prefix=is_prefix)
 
     def _move_named(
         self, run: ValueRun, without: Status, move: Callable[[ValueRun, Sequence[StorageNames]], Moved]
