@@ -142,6 +142,22 @@ def test_no_history_lets_a_request_lose_what_it_uses(kind, history, count):
     assert set(policy.coldest()) == ready
 
 
+def test_a_policy_that_refuses_what_it_could_evict_gets_no_part_of_a_prompt_stored(monkeypatch):
+    class Refuses(LRUPolicy):
+        def evict(self, count):
+            return None
+
+    monkeypatch.setattr("kvtiers.primary.tier.make_policy", lambda *_, **__: Refuses(4))
+    primary = CPUPrimaryTier(4, 0, memoryview(b""), policy="lru", protected_share=0.0)
+    for text in ("c", "ab", "d"):
+        primary.complete_store(primary.prepare_store(names(text), text).rows, True)
+        primary.on_request_finished(text)
+        if text != "d":  # so that a is in a bucket hotter than that of r, in front of b
+            primary.complete_load(primary.prepare_load(names(text[-1]), "r"))
+    with pytest.raises(AssertionError, match="fewer than it could"):
+        primary._chunks.allocate(names("cbxy"), "r", None, 0, lambda: 0.0, used=2)
+
+
 def test_a_prefix_stored_in_pieces_is_one_prefix(policy):
     for piece in ("ab", "cd", "e"):
         store(policy, piece, "r")
