@@ -69,7 +69,7 @@ class EvictionPolicy(ABC):
         Comes for promotions, and for stores where tenants have shares. Need not find all of them: when it returns
         fewer, ``evict`` is called, with all that the request uses pinned meanwhile, which takes time for each of these.
         LRU and ARC look at each bucket's tail, up to the first chunk that the request has used; turn-hazard at the runs
-        of chunks that no running request uses at all. By default it finds none.
+        of chunks that the request does not use at all. By default it finds none.
         """
         del count, request_id
         return []
