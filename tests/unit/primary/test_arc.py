@@ -154,3 +154,18 @@ def test_a_failed_eviction_leaves_no_ghosts():
     assert policy.evict(4) is None
     policy.on_store_miss(names("abc"), "s")
     assert policy.target == 0
+
+
+def test_what_a_request_uses_is_spared_also_when_another_one_s_end_has_moved_it():
+    policy = ARCPolicy(capacity=12)
+    store(policy, "abcd", "first")
+    policy.access(names("abcd"), "r")
+    use(policy, "abcd", "other")  # which moves them to the second list
+    store(policy, "uvw", "g")
+    use(policy, "uvw", "h")
+    assert text_of(policy.coldest()) == "dcbawvu"
+    assert text_of(policy.evict_unused(5, "r")) == "wvu"
+    policy.access(names("x"), "r", names("x"))
+    policy.mark_evictable(names("x"))
+    store(policy, "y", "z")
+    assert text_of(policy.evict_unused(5, "r")) == "y"

@@ -2,8 +2,11 @@
 
 import os
 import tracemalloc
+from itertools import takewhile
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtiers.api import ConfigError
 from kvtiers.primary.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, TurnHazardPolicy, make_policy, policy_class
@@ -77,6 +80,82 @@ def test_what_a_request_uses_is_spared_also_where_an_older_one_has_brought_it_ba
     store(lru, "xb", "old")
     assert text_of(lru.evict_unused(5, "r")) == "b"
     assert text_of(lru.coldest()) == "xay"
+
+
+calls = st.tuples(
+    st.sampled_from(["store", "store", *["use"] * 4, *["end"] * 3, "remove", "pin", "unpin", "evict", "unused"]),
+    st.lists(st.sampled_from(names("abcdefgh")), min_size=1, max_size=5, unique=True).map(sorted),
+    st.sampled_from("rst"),
+)
+
+
+@pytest.mark.parametrize("kind", [LRUPolicy, ARCPolicy])
+@settings(deadline=None, max_examples=300)
+@given(history=st.lists(calls, min_size=8, max_size=30), count=st.integers(1, 6))
+def test_no_history_lets_a_request_lose_what_it_uses(kind, history, count):
+    policy, used, ready, pinned = kind(capacity=20), {}, set(), set()
+
+    def check(count, request):
+        own, order = used.get(request, set()), list(policy.coldest())
+        leading = list(takewhile(lambda key: key not in own, order))
+        victims = policy.evict_unused(count, request)
+        assert own.isdisjoint(victims)
+        assert len(victims) <= count
+        if own:
+            assert set(leading[:count]) <= set(victims), "what evict would take"
+            assert list(policy.coldest()) == [key for key in order if key not in victims] or kind is ARCPolicy
+        ready.difference_update(victims)
+
+    for call, keys, request in history:
+        here = [key for key in keys if key in ready or key in pinned]
+        idle = [key for key in keys if key in ready]
+        if call == "store":
+            new = [key for key in keys if key not in here]
+            policy.on_store_miss(new, request)
+            policy.access(keys, request, new)
+            policy.mark_evictable(new)
+            ready.update(new)
+            used.setdefault(request, set()).update(keys)
+        elif call == "use" and here:
+            policy.access(here, request)
+            used.setdefault(request, set()).update(here)
+        elif call == "end":
+            policy.request_finished(request)
+            used.pop(request, None)
+        elif call == "remove" and idle:
+            policy.remove(idle)
+            ready.difference_update(idle)
+        elif call == "pin" and idle:
+            policy.mark_pinned(idle)
+            ready.difference_update(idle)
+            pinned.update(idle)
+        elif call == "unpin" and (back := [key for key in keys if key in pinned]):
+            policy.mark_evictable(back)
+            pinned.difference_update(back)
+            ready.update(back)
+        elif call == "evict":
+            ready.difference_update(policy.evict(min(len(keys), len(ready))))
+        elif call == "unused":
+            check(len(keys), request)
+    for request in "rst":
+        check(count, request)
+    assert set(policy.coldest()) == ready
+
+
+def test_a_policy_that_refuses_what_it_could_evict_gets_no_part_of_a_prompt_stored(monkeypatch):
+    class Refuses(LRUPolicy):
+        def evict(self, count):
+            return None
+
+    monkeypatch.setattr("kvtiers.primary.tier.make_policy", lambda *_, **__: Refuses(4))
+    primary = CPUPrimaryTier(4, 0, memoryview(b""), policy="lru", protected_share=0.0)
+    for text in ("c", "ab", "d"):
+        primary.complete_store(primary.prepare_store(names(text), text).rows, True)
+        primary.on_request_finished(text)
+        if text != "d":  # so that a is in a bucket hotter than that of r, in front of b
+            primary.complete_load(primary.prepare_load(names(text[-1]), "r"))
+    with pytest.raises(AssertionError, match="fewer than it could"):
+        primary._chunks.allocate(names("cbxy"), "r", None, 0, lambda: 0.0, used=2)
 
 
 def test_a_prefix_stored_in_pieces_is_one_prefix(policy):

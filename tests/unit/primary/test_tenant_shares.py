@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtiers.api import LookupResult, make_offload_key
-from kvtiers.primary.eviction import BUILT_IN, TenantShares, make_policy
+from kvtiers.primary.eviction import (
+    BUILT_IN,
+    ARCPolicy,
+    EvictionPolicy,
+    LRUPolicy,
+    TenantShares,
+    TurnHazardPolicy,
+    make_policy,
+)
+from kvtiers.primary.eviction.tenant import Request, Tenant
 from kvtiers.primary.tier import CPUPrimaryTier
 
 TENANTS = ["", "blue", "red", "green"]  # green has no share: it is one of the rest
@@ -135,6 +144,13 @@ class Shares(RuleBasedStateMachine):
         while self.leases:
             complete, rows = self.leases.pop()
             complete(rows, True)
+
+    @rule(request=requests)
+    def ask_what_makes_no_room(self, request):
+        shares = self.primary._chunks._shares
+        tenants = shares._all if shares._for is None else [shares._for]
+        used = shares.used_by(request)
+        assert shares.spared(request, ()) == sum(len(tenant.evictable & set(used)) for tenant in tenants)
 
     @rule(request=requests)
     def finish(self, request):
@@ -339,6 +355,97 @@ def test_where_a_tenant_keeps_all_it_has_its_stores_take_of_that(policy):
     assert len(store(primary, keys_of("blue", 8, 9, 10), "b2")) == 3
     assert (resident(primary, "blue"), resident(primary, "red")) == (8, 2)
     assert primary.figures()["kept_given_up"] == 3
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_request_that_is_refused_again_costs_what_has_changed_since(policy):
+    counted = []
+
+    class Counting(set):
+        def intersection(self, *others):
+            counted.append(len(self))
+            return super().intersection(*others)
+
+    primary = primary_of(60, policy, {"blue": 0.9})
+    assert not store_in_steps(primary, keys_of("blue", *range(100)), "long", step=3)
+    blue = primary._chunks._shares._of[b"blue"]
+    assert len(blue.evictable) == 60
+    blue.evictable = Counting(blue.evictable)
+    for number in range(100, 120):
+        assert primary.prepare_store(keys_of("blue", number), "long") is None
+        primary.complete_load(primary.prepare_load(keys_of("blue", 0, 1), "other"))
+    assert counted == []
+
+
+def test_what_a_request_uses_is_counted_again_when_too_much_has_changed():
+    tenant, request, keys = Tenant(make_policy("lru", 9), 0, 0), Request(), keys_of("", *range(200))
+    request.use(keys[:50])
+    for number in range(60):
+        tenant.add(keys)
+        request.use(keys[50 + number : 51 + number])
+        if number % 20 == 0:
+            assert tenant.count_of(request) == 51 + number
+        tenant.discard(keys[:100])
+        if number % 15 == 0:
+            assert tenant.count_of(request) == max(0, number - 49)
+        tenant.discard(keys[100:])
+    assert len(tenant._changes) < 60, "no more of them are kept than it costs to count again"
+
+
+class WithoutSearch(LRUPolicy):
+    """One that finds nothing for ``evict_unused``, as by default."""
+
+    evict_unused = EvictionPolicy.evict_unused
+
+
+def two_tenants(make, hints=0):
+    """Return shares of 40 rows: red has 20, and blue too, of "old"; a request "r" of blue has used two of these."""
+    shares = TenantShares(40, {"blue": 0.25, "red": 0.25}, make, hints)
+    for tenant in ("red", "blue"):
+        keys = keys_of(tenant, *range(20))
+        shares.access(keys, "old", keys)
+        shares.mark_evictable(keys)
+    shares.request_finished("old")
+    shares.access(keys_of("blue", 0, 19), "r")
+    shares.on_store_miss(keys_of("blue", 99), "r")
+    return shares
+
+
+@pytest.mark.parametrize("make", [LRUPolicy, WithoutSearch, ARCPolicy, TurnHazardPolicy])
+def test_a_tenant_s_own_chunks_make_room_before_others_whatever_its_policy_finds(make):
+    shares = two_tenants(lambda: make(40))
+    if make is TurnHazardPolicy:
+        shares.access(keys_of("blue", *range(20)), "another")  # which it spares, too, for as long as there are others
+    evicted = shares.evict_unused(4, "r")  # blue has as many above its share as red, and asks
+    assert len(evicted) == 4
+    assert set(evicted) <= set(keys_of("blue", *range(1, 19)))
+
+
+def test_what_a_request_uses_does_not_leave_first_when_one_of_low_priority_has_brought_it_back():
+    shares = two_tenants(lambda: LRUPolicy(40))
+    (_, blue, _) = shares.all_kept
+    shares.mark_pinned(keys_of("blue", 0))
+    shares.remove(keys_of("blue", 0))
+    blue.brings_low("low")
+    back = keys_of("blue", 20, 0)
+    shares.access(back, "low", back)
+    shares.mark_evictable(back)
+    shares.request_finished("low")
+    shares.on_store_miss(keys_of("blue", 99), "r")
+    assert shares.evict_unused(1, "r") == keys_of("blue", 20)
+    assert set(shares.evict_unused(10, "r")).isdisjoint(back)
+
+
+def test_no_hint_ends_for_a_request_that_uses_its_chunk():
+    shares = two_tenants(lambda: LRUPolicy(40), hints=100)
+    (_, blue, _) = shares.all_kept
+    shares.mark_pinned(keys_of("blue", *range(20)))
+    shares.keep(keys_of("blue", 0, 19), 60.0, high=False)
+    shares.keep(keys_of("blue", *range(1, 19)), 60.0, high=False)
+    shares.mark_evictable(keys_of("blue", *range(20)))
+    assert blue.held == 20
+    assert shares.evict_unused(2, "r") == keys_of("blue", 18, 17)
+    assert (blue.held, blue.given_up) == (18, 2)
 
 
 given_shares = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=5)

@@ -246,11 +246,12 @@ def test_a_long_pause_costs_no_more_than_a_bounded_batch(monkeypatch):
 def test_runs_that_a_running_request_uses_leave_after_all_others():
     now = [0.0]
     policy = make_policy("turn-hazard", 100, lambda: now[0])
-    for name in ("busy", "idle"):
+    for name in ("other", "busy", "idle"):
         policy.access(chunks(name, 5), name, chunks(name, 5))
         policy.mark_evictable(chunks(name, 5))
     policy.request_finished("idle")
-    assert policy.evict_unused(7, "busy") == chunks("idle", 5)[::-1]
+    assert policy.evict_unused(7, "busy") == chunks("idle", 5)[::-1] + chunks("other", 5)[:-3:-1]
+    assert policy.evict_unused(7, "busy") == chunks("other", 3)[::-1]
     assert policy.evict(5) == chunks("busy", 5)[::-1]
 
 

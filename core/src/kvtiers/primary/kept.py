@@ -12,7 +12,7 @@ hinted at longest ago. All costs are O(1) a chunk, none where there are no hints
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 
 from kvtiers.api import OffloadKey
@@ -134,21 +134,26 @@ class Kept:
             self._low.pop(key, None)
         self._note()
 
-    def give_up(self, count: int) -> list[OffloadKey]:
+    def give_up(self, count: int, spared: Collection[OffloadKey] = ()) -> list[OffloadKey]:
         """Return this many chunks that are held back to the policy, those of normal priority first; their hints end."""
-        gone = list(islice(chain(*self._held), count))
+        gone = list(islice((key for key in chain(*self._held) if key not in spared), count))
         self.given_up += len(gone)
         return self._forget(gone)
 
-    def take_first_out(self, count: int, not_of: str) -> list[OffloadKey]:
-        """Return up to ``count`` evictable chunks of low priority, in their order, none that this request brought."""
+    def take_first_out(self, count: int, not_of: str, spared: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return up to ``count`` evictable chunks of low priority, in their order, none that this request brought.
+
+        None of ``spared``, either.
+        """
         taken: list[OffloadKey] = []
         for request_id in list(self._first_out) if count else ():
             if request_id == not_of and request_id:
                 continue
             keys = self._first_out[request_id]
-            while keys and len(taken) < count:
-                taken.append(keys.popitem()[0])
+            found = list(islice((key for key in reversed(keys) if key not in spared), count - len(taken)))
+            taken += found
+            for key in found:
+                del keys[key]
             if not keys:
                 del self._first_out[request_id]
             if len(taken) == count:

@@ -87,8 +87,10 @@ class Residents:
             # Where tenants have shares, no prompt evicts its own head; but by way of rows a tier gets all of it.
             shares = self._shares if limit is None else None
             spared = keys[:used] if shares is None else shares.used_by(request_id)
-            yields = shares is not None and not self.may_decline
-            wanted, evicted = self._make_room(wanted, least, reserve, present, spared, request_id, yields=yields)
+            may_take_own = shares is not None and not self.may_decline
+            wanted, evicted = self._make_room(
+                wanted, least, reserve, present, spared, request_id, may_take_own=may_take_own
+            )
         if wanted <= 0:
             return None
         if wanted < len(missing):
@@ -197,24 +199,24 @@ class Residents:
         used: Collection[OffloadKey],
         request_id: str,
         *,
-        yields: bool,
+        may_take_own: bool,
     ) -> tuple[int, list[OffloadKey]]:
         """Evict what it takes to have ``wanted`` rows, or fewer, and ``reserve`` left.
 
         Return how many rows there are, and what was evicted: 0, and nothing, if there cannot be ``least``. None of
-        ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request. ``yields``: these
-        do leave, when there is nothing else.
+        ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request. With
+        ``may_take_own`` these do leave, when there is nothing else.
         """
         free, kept = self.rows.free, self._evictable_of(present)
         obtainable = self.evictable if self._shares is None else self._shares.obtainable()
-        room = free + obtainable - max(reserve, len(kept) + (0 if yields else len(used)))
-        if room < wanted and used and not yields:  # only now is it worth the time to see which of these could leave
+        room = free + obtainable - max(reserve, len(kept) + (0 if may_take_own else len(used)))
+        if room < wanted and used and not may_take_own:
+            # Only now is it worth the time to see which of these could leave.
             if self._shares is None:
                 kept, used = self._evictable_of([*present, *used]), ()
                 spared = len(kept)
             else:
-                own = self._shares.evictable_of(used)
-                spared = len(own) + sum(key not in own for key in kept)
+                spared = self._shares.spared(request_id, kept)
             room = free + obtainable - max(reserve, spared)
         wanted = min(wanted, room)
         if wanted < least:
@@ -224,8 +226,9 @@ class Residents:
         count = wanted - free
         evicted = self._evict(count, kept, request_id, unused=True) if used else []
         if len(evicted) < count:
-            kept = self._evictable_of([*present, *used]) if used and not yields else kept
+            kept = self._evictable_of([*present, *used]) if used and not may_take_own else kept
             evicted += self._evict(count - len(evicted), kept, request_id)
+        assert not evicted or free + len(evicted) >= least, "the policy evicted fewer than it could"
         return (free + len(evicted) if evicted else 0), evicted
 
     def _evict(

@@ -26,6 +26,10 @@ class _Request:
     reused: dict[OffloadKey, None] = field(default_factory=dict)
     counted: set[OffloadKey] = field(default_factory=set)
 
+    def has_used(self, key: OffloadKey) -> bool:
+        """Return whether the request has named this chunk as used."""
+        return key in self.brought or key in self.reused
+
 
 class ARCPolicy(EvictionPolicy):
     """The ARC policy: chunks used once do not evict chunks that several requests use."""
@@ -130,11 +134,13 @@ class ARCPolicy(EvictionPolicy):
 
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
         """Take from T1 and T2 as ``evict`` does, and from one of them alone where the other has no more."""
-        if request_id not in self._requests:
+        request = self._requests.get(request_id)
+        if request is None:
             return []
-        once = self._unused(self._once, min(count, self._above_target()), request_id)
-        often = self._unused(self._often, count - len(once), request_id)
-        once += self._unused(self._once, count - len(once) - len(often), request_id)
+        # Asked of neither list: with another one's end a chunk moves to T2, which has no record of who used it in T1.
+        once = self._once.evict_behind(min(count, self._above_target()), request.has_used)
+        often = self._often.evict_behind(count - len(once), request.has_used)
+        once += self._once.evict_behind(count - len(once) - len(often), request.has_used)
         self._remember(self._once_ghosts, once)
         self._remember(self._often_ghosts, often)
         return once + often
@@ -158,12 +164,6 @@ class ARCPolicy(EvictionPolicy):
         in_often = self._often.known
         often = [key for key in keys if key in in_often]
         return (keys if not often else [key for key in keys if key not in in_often]), often
-
-    @staticmethod
-    def _unused(part: LRUPolicy, count: int, request_id: str) -> list[OffloadKey]:
-        if part.is_running(request_id):
-            return part.evict_unused(count, request_id)
-        return part.evict(min(count, part.evictable)) or []
 
     def _above_target(self) -> int:
         return max(0, len(self._once.known) - int(self._target) + 1)

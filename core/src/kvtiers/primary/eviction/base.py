@@ -66,9 +66,10 @@ class EvictionPolicy(ABC):
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
         """Do as ``evict``, for up to ``count`` chunks, none of which this running request has named in ``access``.
 
-        Comes for promotions, and for stores where tenants have shares. A policy that cannot find them cheaply returns
-        none: ``evict`` is called then, with all that the request uses pinned meanwhile, which takes time for each of
-        these.
+        Comes for promotions, and for stores where tenants have shares. Need not find all of them: when it returns
+        fewer, ``evict`` is called, with all that the request uses pinned meanwhile, which takes time for each of these.
+        LRU and ARC look at each bucket's tail, up to the first chunk that the request has used; turn-hazard at the runs
+        of chunks that the request does not use at all. By default it finds none.
         """
         del count, request_id
         return []

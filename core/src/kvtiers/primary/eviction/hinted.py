@@ -28,6 +28,8 @@ class HintedPolicy(EvictionPolicy):
         self.clock = policy.clock
         self.stores_for = ""
         """The request for which chunks leave: what it has brought itself does not leave first."""
+        self.spared: Collection[OffloadKey] = ()
+        """What that request has used otherwise, where this is known: it does not leave first either."""
         self._evictable = evictable
 
     # -- hints
@@ -130,8 +132,8 @@ class HintedPolicy(EvictionPolicy):
         return self._left(victims + (self.policy.evict_unused(rest, request_id) if rest else [])) or []
 
     def evict_kept(self, count: int, request_id: str) -> list[OffloadKey]:
-        """Do as ``evict_unused``, for what is kept; the oldest hints end first."""
-        self._give_back(self.kept.give_up(count))
+        """Do as ``evict_unused``, for what is kept and not ``spared``; the oldest hints end first."""
+        self._give_back(self.kept.give_up(count, self.spared))
         return self._left(self.policy.evict_unused(count, request_id)) or []
 
     def coldest(self) -> Iterator[OffloadKey]:
@@ -172,8 +174,8 @@ class HintedPolicy(EvictionPolicy):
             self.policy.mark_evictable(keys)
 
     def _low(self, count: int) -> list[OffloadKey]:
-        """Take chunks of low priority from the policy; none that the request has brought itself."""
-        victims = self.kept.take_first_out(count, self.stores_for)
+        """Take chunks of low priority from the policy; none that the request has brought or used itself."""
+        victims = self.kept.take_first_out(count, self.stores_for, self.spared)
         if victims:
             self.policy.remove(victims)
         return victims

@@ -10,7 +10,7 @@ both. A bucket's evictable chunks are a dictionary in the order of their places.
 in order and behind the others; if not, the bucket is sorted once, when eviction reaches it.
 """
 
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence
 from itertools import chain, count, islice, takewhile
 
 from kvtiers.api import OffloadKey
@@ -113,10 +113,14 @@ class LRUPolicy(EvictionPolicy):
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
         """Do as ``evict``, but of each bucket only what comes behind the last chunk that this request has used."""
         own = self._running.get(request_id)
+        return [] if own is None else self.evict_behind(count, own.places.__contains__)
+
+    def evict_behind(self, count: int, is_used: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
+        """Evict up to ``count`` chunks, of each bucket only what comes behind the last one that is used."""
         victims: list[OffloadKey] = []
         aside = []
-        while own is not None and len(victims) < count and (bucket := self._queue.coldest()) is not None:
-            unused = takewhile(lambda key: key not in own.places, reversed(bucket.put_in_order(self._place_of)))
+        while len(victims) < count and (bucket := self._queue.coldest()) is not None:
+            unused = takewhile(lambda key: not is_used(key), reversed(bucket.put_in_order(self._place_of)))
             found = list(islice(unused, count - len(victims)))
             victims += found
             bucket.pin(found)
@@ -128,10 +132,6 @@ class LRUPolicy(EvictionPolicy):
             self._queue.push(bucket)
         self._gone(victims)
         return victims
-
-    def is_running(self, request_id: str) -> bool:
-        """Return whether this request has used a chunk and has not ended."""
-        return request_id in self._running
 
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks exactly in the order of eviction."""

@@ -16,30 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
-from kvtiers.primary.eviction.hinted import HintedPolicy
+from kvtiers.primary.eviction.tenant import Request, Tenant
 from kvtiers.primary.kept import Kept
 from kvtiers.types import RequestHints
 
 __all__ = ["TenantShares"]
 
-_Part = tuple["_Tenant", list[OffloadKey]]
-
-
-class _Tenant:
-    """A tenant with a share, or all others together. ``kept``: rows that are never taken for another one."""
-
-    __slots__ = ("evictable", "kept", "policy", "resident")
-
-    def __init__(self, policy: EvictionPolicy, kept: int, hints: int) -> None:
-        self.policy = HintedPolicy(policy, Kept(hints))
-        self.kept = kept
-        self.resident = 0
-        self.evictable: set[OffloadKey] = set()
-
-    def gives(self, other: "_Tenant | None") -> int:
-        """Return how many chunks could be evicted now for a tenant."""
-        evictable = len(self.evictable)
-        return evictable if self is other else min(evictable, max(0, self.resident - self.kept))
+_Part = tuple[Tenant, list[OffloadKey]]
 
 
 class TenantShares(EvictionPolicy):
@@ -53,26 +36,31 @@ class TenantShares(EvictionPolicy):
         self, capacity: int, shares: Mapping[str, float], make: Callable[[], EvictionPolicy], hints: int = 0
     ) -> None:
         super().__init__(capacity)
-        self._rest = _Tenant(make(), 0, int(max(0.0, 1 - sum(shares.values())) * hints))
+        self._rest = Tenant(make(), 0, int(max(0.0, 1 - sum(shares.values())) * hints))
         self._of = {
-            name.encode(): _Tenant(make(), int(share * capacity), int(share * hints)) for name, share in shares.items()
+            name.encode(): Tenant(make(), int(share * capacity), int(share * hints)) for name, share in shares.items()
         }
         self._all = [self._rest, *self._of.values()]
         self.clock = self._rest.policy.clock
-        self._for: _Tenant | None = self._rest
+        self._for: Tenant | None = self._rest
         """Whose chunks are to be stored; None: of several tenants, none of which may be taken below its share."""
         self._missing = 0
-        self._used: dict[str, dict[OffloadKey, None]] = {}  # by running request
+        self._requests: dict[str, Request] = {}  # those that run
 
     def used_by(self, request_id: str) -> Collection[OffloadKey]:
         """Return what this running request has used, whether it is still here or not."""
-        return self._used.get(request_id, {}).keys()
+        return self._requests.get(request_id, Request()).used.keys()
 
-    def evictable_of(self, keys: Collection[OffloadKey]) -> set[OffloadKey]:
-        """Return the evictable ones of these chunks, of the tenant whose chunks are to be stored."""
-        if self._for is not None:
-            return self._for.evictable.intersection(keys)
-        return set().union(*(tenant.evictable.intersection(keys) for tenant in self._all))
+    def spared(self, request_id: str, present: Sequence[OffloadKey]) -> int:
+        """Return how many evictable chunks do not leave for this request: ``present``, and what it has used.
+
+        The latter of the tenant whose chunks are to be stored. ``present``: evictable ones, of any tenant.
+        """
+        used, own = self.used_by(request_id), self._for
+        if own is None:
+            return len(set(present).union(*(tenant.evictable.intersection(used) for tenant in self._all)))
+        of_used = own.count_of(self._requests[request_id]) if used else 0
+        return of_used + sum(key not in used or key not in own.evictable for key in present)
 
     def obtainable(self) -> int:
         """Return how many chunks could be evicted for what ``on_store_miss`` named last."""
@@ -111,15 +99,16 @@ class TenantShares(EvictionPolicy):
         parts = self._split(keys)
         self._for = parts[0][0] if len(parts) == 1 else None
         self._missing = len(keys)
+        used = self.used_by(request_id)
         for tenant in self._all:
-            tenant.policy.stores_for = request_id
+            tenant.policy.stores_for, tenant.policy.spared = request_id, used
         for tenant, part in parts:
             tenant.policy.on_store_miss(part, request_id)
 
     def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
         """Count the use with the tenant whose chunks these are."""
         if request_id:
-            self._used.setdefault(request_id, {}).update(dict.fromkeys(keys))
+            self._requests.setdefault(request_id, Request()).use(keys)
         fresh = {id(tenant): part for tenant, part in self._split(new)}
         for tenant, part in self._split(keys):
             brought = fresh.get(id(tenant), [])
@@ -128,7 +117,7 @@ class TenantShares(EvictionPolicy):
 
     def request_finished(self, request_id: str) -> None:
         """Settle the recency."""
-        self._used.pop(request_id, None)
+        self._requests.pop(request_id, None)
         for tenant in self._all:
             tenant.policy.request_finished(request_id)
 
@@ -142,29 +131,28 @@ class TenantShares(EvictionPolicy):
     def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
         """Allow these chunks to be evicted."""
         for tenant, part in self._split(keys):
-            tenant.evictable.update(part)
+            tenant.add(part)
             tenant.policy.mark_evictable(part)
 
     def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
         """Forbid the eviction of these chunks."""
         for tenant, part in self._split(keys):
-            tenant.evictable.difference_update(part)
+            tenant.discard(part)
             tenant.policy.mark_pinned(part)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget these chunks."""
         for tenant, part in self._split(keys):
             tenant.resident -= len(part)
-            tenant.evictable.difference_update(part)
+            if not tenant.evictable.isdisjoint(part):
+                tenant.discard([key for key in part if key in tenant.evictable])
             tenant.policy.remove(part)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._used.clear()
+        self._requests.clear()
         for tenant in self._all:
-            tenant.resident = 0
-            tenant.evictable.clear()
-            tenant.policy.clear()
+            tenant.clear()
 
     # -- eviction
 
@@ -185,9 +173,13 @@ class TenantShares(EvictionPolicy):
             return []
         wanted = min(count, self.obtainable())
         number = next((number for tenant, number in self._divide(wanted) if tenant is own), 0)
-        victims = self._left(own, own.policy.evict_unused(number, request_id)) if number else []
+        victims: list[OffloadKey] = []
+        if number:
+            victims += self._left(own, own.policy.evict_unused(number, request_id))
         if (short := number - len(victims)) and own.policy.kept.held:  # its hints cost no other tenant a row
             victims += self._left(own, own.policy.evict_kept(short, request_id))
+        if short := number - len(victims):  # nor does a policy that finds none, or not all of them
+            victims += self._evict_pinning_used(own, short, request_id)
         rest = min(wanted - len(victims), sum(tenant.gives(own) for tenant in self._all if tenant is not own))
         for tenant, number in self._divide(rest, spared=own):
             victims += self._left(tenant, tenant.policy.evict(number) or [])
@@ -214,7 +206,7 @@ class TenantShares(EvictionPolicy):
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks, of the tenant that is furthest above its share first."""
         line = [
-            (tenant.kept - tenant.resident, number, tenant.policy.coldest()) for number, tenant in enumerate(self._all)
+            (tenant.share - tenant.resident, number, tenant.policy.coldest()) for number, tenant in enumerate(self._all)
         ]
         heapq.heapify(line)
         while line:
@@ -251,7 +243,18 @@ class TenantShares(EvictionPolicy):
 
     # -- inside
 
-    def _whose(self, key: OffloadKey) -> _Tenant:
+    def _evict_pinning_used(self, own: Tenant, count: int, request_id: str) -> list[OffloadKey]:
+        """Evict up to ``count`` of the tenant's chunks, with all that the request uses pinned meanwhile."""
+        count = min(count, len(own.evictable) - self.spared(request_id, ()))
+        if count <= 0:
+            return []
+        pinned = [key for key in self.used_by(request_id) if key in own.evictable]
+        own.policy.mark_pinned(pinned)
+        victims = own.policy.evict(count) or []
+        own.policy.mark_evictable(pinned)
+        return self._left(own, victims)
+
+    def _whose(self, key: OffloadKey) -> Tenant:
         length = key[-4]
         return self._of.get(key[-4 - length : -4], self._rest) if length else self._rest
 
@@ -268,18 +271,18 @@ class TenantShares(EvictionPolicy):
             parts.setdefault(id(tenant), (tenant, []))[1].append(key)
         return list(parts.values())
 
-    def _left(self, tenant: _Tenant, victims: list[OffloadKey]) -> list[OffloadKey]:
+    def _left(self, tenant: Tenant, victims: list[OffloadKey]) -> list[OffloadKey]:
         tenant.resident -= len(victims)
-        tenant.evictable.difference_update(victims)
+        tenant.discard(victims)
         return victims
 
-    def _divide(self, count: int, spared: _Tenant | None = None) -> list[tuple[_Tenant, int]]:
+    def _divide(self, count: int, spared: Tenant | None = None) -> list[tuple[Tenant, int]]:
         """Return how many chunks each tenant gives, ``count`` in all, so that none is left further above its share.
 
         The one that they are evicted for counts with what it will have. ``spared`` gives none.
         """
         givers = [
-            (tenant.resident - tenant.kept + (count if tenant is self._for else 0), tenant.gives(self._for), tenant)
+            (tenant.resident - tenant.share + (count if tenant is self._for else 0), tenant.gives(self._for), tenant)
             for tenant in self._all
             if tenant is not spared
         ]

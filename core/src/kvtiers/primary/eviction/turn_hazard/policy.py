@@ -136,17 +136,15 @@ class TurnHazardPolicy(EvictionPolicy):
         if count > self._evictable:
             return None
         victims = self._evict_ranked(count)
-        if len(victims) < count:
-            for run in self._by_last_use():
-                self._take(run, count - len(victims), victims)
-                if len(victims) == count:
-                    break
+        self._evict_by_last_use(count, victims, None)
         return victims
 
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
-        """Evict from runs that no running request uses."""
-        del request_id
-        return self._evict_ranked(min(count, self._evictable))
+        """Do as ``evict``, but for the runs that this request uses."""
+        victims = self._evict_ranked(min(count, self._evictable))
+        if (way := self._ways.get(request_id)) is not None:
+            self._evict_by_last_use(count, victims, way)
+        return victims
 
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks: the queue's as they are ranked now, then the others by their last use."""
@@ -332,6 +330,13 @@ class TurnHazardPolicy(EvictionPolicy):
         if not evictable:
             self._loose.pop(run, None)
         self._drop(run, taken)
+
+    def _evict_by_last_use(self, count: int, victims: list[OffloadKey], spared: Way | None) -> None:
+        for run in self._by_last_use() if len(victims) < count else ():
+            if spared not in run.users:
+                self._take(run, count - len(victims), victims)
+            if len(victims) == count:
+                break
 
     def _by_last_use(self) -> list[Run]:
         """Return the runs with evictable chunks, the least recently used first, what follows a run before that."""
