@@ -46,6 +46,16 @@ def open_keys(config: EncryptionConfig, namespace: str, tenant: str = "") -> Key
     ``tenant``: "" or one without keys of its own: those of the namespace, in which ``KeyRing.add`` puts the tenants'.
     One that is not listed, but has its own by ``"*"``, need have no previous key.
     """
+    try:
+        return _open_keys(config, namespace, tenant)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- of a library; its text may hold a part of the key
+        problem = f"{_place(config, tenant)}: its keys cannot be read: {type(error).__name__}"
+    raise ConfigError(problem)
+
+
+def _open_keys(config: EncryptionConfig, namespace: str, tenant: str) -> KeyRing:
     load_library()
     tenant = check_tenant(tenant) if config.has_own(tenant) else ""  # it may be put into the path of a file
     keys: list[SealingKey] = []

@@ -171,8 +171,6 @@ class FirstUseKeys:
                 ring, problem = open_keys(self._config, self._namespace, entry.tenant), ""
             except ConfigError as error:
                 ring, problem = None, str(error)
-            except Exception as error:  # noqa: BLE001 -- of a library, which is tried again
-                ring, problem = None, f"encryption.tenants.*: its keys cannot be read: {type(error).__name__}"
             if ring is None:
                 self._fail(entry, problem)
             else:

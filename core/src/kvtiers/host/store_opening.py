@@ -123,8 +123,6 @@ class StoreOpener:
             keys = open_keys(encryption, namespace)
         except ConfigError as error:
             return None, str(error)
-        except Exception as error:  # noqa: BLE001 -- of a library, which is tried again
-            return None, f"its keys cannot be read: {type(error).__name__}"
         _log.info("%s: encrypted: %s", self._label, keys.in_words(), extra={"once": True})
         for line in open_file_warnings(encryption):
             _log.warning("%s: %s", self._label, line, extra={"once": True})

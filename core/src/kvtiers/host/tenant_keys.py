@@ -90,8 +90,6 @@ class TenantKeyReader:
             ring = open_keys(self._config, self._namespace, tenant)
         except ConfigError as error:
             problem = str(error)
-        except Exception as error:  # noqa: BLE001 -- of a library, which is tried again
-            problem = f"encryption.tenants.{tenant}: its keys cannot be read: {type(error).__name__}"
         else:
             self._add(tenant, ring)
             return True
