@@ -394,6 +394,23 @@ def test_a_first_attempt_goes_before_retries_that_wait(keys_of, folder, gates, m
     end(keys)
 
 
+def test_a_retry_has_a_thread_while_new_tenants_keep_coming(keys_of, folder, gates, monkeypatch):
+    monkeypatch.setattr(first_use_keys, "_MOST_THREADS", 1)
+    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 0.0)
+    permits, read = gates
+    keys = keys_of({"key": folder("bad", "new1", "new2", "new3")})
+    permits["new1"] = threading.Semaphore(0)
+    keys.ring_of([chunk("bad")])
+    wait_until(lambda: keys._failed)
+    keys.ring_of([chunk("new1")])
+    wait_until(lambda: "new1" in read)
+    keys.ring_of([chunk(tenant) for tenant in ("new2", "bad", "new3")])
+    permits["new1"].release()
+    await_ring(keys, "bad", "new2", "new3")
+    assert read == ["bad", "new1", "bad", "new2", "new3"]
+    end(keys)
+
+
 def test_names_that_are_made_up_push_out_no_key_and_no_pause(keys_of, folder, opened):
     keys = keys_of({"key": folder("good")}, pauses=(1e9, 1e9), most=2)
     keys.ring_of([chunk("good")])

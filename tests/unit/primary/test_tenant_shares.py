@@ -392,6 +392,22 @@ def test_what_a_request_uses_is_counted_again_when_too_much_has_changed():
     assert len(tenant._changes) < 60, "no more of them are kept than it costs to count again"
 
 
+def test_a_request_that_is_not_asked_again_is_not_counted_at_each_use():
+    tenant, request, keys = Tenant(make_policy("lru", 9), 0, 0), Request(), keys_of("", *range(200))
+    request.use(keys[:150])
+    tenant.add(keys)
+    assert tenant.count_of(request) == 150
+    for key in keys[:66]:
+        tenant.discard([key])
+        request.use([keys[150]])
+    assert request.tenant is tenant, "each use has counted the one change before it"
+    for key in keys[66:132]:
+        tenant.discard([key])
+    request.use([keys[151]])
+    assert request.tenant is None
+    assert tenant.count_of(request) == 152 - 132
+
+
 class WithoutSearch(LRUPolicy):
     """One that finds nothing for ``evict_unused``, as by default."""
 

@@ -14,7 +14,7 @@ thread             does
 =================  ==========================================================================================
 transfer, lookup   ask for the keys of what they move or look up; wait for a file's first attempt, a little in sum
 first-use key (8   read keys, run an operator's commands, and end when nothing is to be read: first attempts before
-or fewer)          further ones, which have half of the threads, so that no hanging one is in a new tenant's way
+or fewer)          further ones, which have one thread to four, so that neither is in the other's way
 =================  ==========================================================================================
 """
 
@@ -179,11 +179,12 @@ class FirstUseKeys:
     def _take(self) -> _Entry | None:
         """Return what to read next; None: nothing, so the thread ends."""
         with self._changed:
-            if self._first:
-                entry = self._first.popleft()
-            elif self._retries and self._retrying < _MOST_RETRYING:
+            may_retry = self._retries and self._retrying < _MOST_RETRYING
+            if may_retry and not (self._first and self._retrying):
                 entry = self._retries.popleft()
                 self._retrying += 1
+            elif self._first:
+                entry = self._first.popleft()
             else:
                 self._threads -= 1
                 return None

@@ -239,8 +239,10 @@ class Residents:
         ``unused``: fewer where the policy cannot say at once that this request does not use them.
         """
         self._lock(kept)
-        victims = self.policy.evict_unused(count, request_id) if unused else self.policy.evict(count) or []
-        self.unlock(kept)
+        try:
+            victims = self.policy.evict_unused(count, request_id) if unused else self.policy.evict(count) or []
+        finally:
+            self.unlock(kept)
         self.rows.evict(list(map(self.row_of.pop, victims)))
         if self.clean:
             self.clean.difference_update(victims)

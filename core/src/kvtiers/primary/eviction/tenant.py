@@ -16,6 +16,7 @@ from kvtiers.primary.kept import Kept
 __all__ = ["Request", "Tenant"]
 
 _CHANGES = 1024
+_REPLAYED = 64  # of them, at most, for a request that uses more: it may never be asked again
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,8 @@ class Request:
 
     def use(self, keys: Sequence[OffloadKey]) -> None:
         """Count these chunks as used."""
+        if self.tenant is not None and self.tenant.changes_since(self) > _REPLAYED:
+            self.tenant = None
         if self.tenant is not None:
             count = self.tenant.count_of(self)
             fresh = filterfalse(self.used.__contains__, keys)
@@ -70,7 +73,8 @@ class Tenant:
 
         Costs what has changed since it was asked last, for a request that is refused at every step.
         """
-        if request.tenant is self and request.changes >= self._dropped:
+        since = self.changes_since(request)
+        if request.tenant is self and since <= min(len(self._changes), len(request.used)):
             for sign, keys in self._changes[request.changes - self._dropped :]:
                 request.evictable += sign * sum(map(request.used.__contains__, keys))
         else:
@@ -78,6 +82,10 @@ class Tenant:
             request.evictable = len(self.evictable.intersection(request.used))
         request.changes = self._dropped + len(self._changes)
         return request.evictable
+
+    def changes_since(self, request: Request) -> int:
+        """Return how many changes there were since the request was counted."""
+        return self._dropped + len(self._changes) - request.changes
 
     def clear(self) -> None:
         """Forget all chunks."""
