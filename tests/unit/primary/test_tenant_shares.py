@@ -414,6 +414,13 @@ class WithoutSearch(LRUPolicy):
     evict_unused = EvictionPolicy.evict_unused
 
 
+class Raises(WithoutSearch):
+    """One whose evictions fail, as a third party's may."""
+
+    def evict(self, count):
+        raise RuntimeError("a bug")
+
+
 def two_tenants(make, hints=0):
     """Return shares of 40 rows: red has 20, and blue too, of "old"; a request "r" of blue has used two of these."""
     shares = TenantShares(40, {"blue": 0.25, "red": 0.25}, make, hints)
@@ -435,6 +442,20 @@ def test_a_tenant_s_own_chunks_make_room_before_others_whatever_its_policy_finds
     evicted = shares.evict_unused(4, "r")  # blue has as many above its share as red, and asks
     assert len(evicted) == 4
     assert set(evicted) <= set(keys_of("blue", *range(1, 19)))
+
+
+def test_what_was_pinned_for_an_eviction_can_leave_again_though_the_policy_raises(monkeypatch):
+    shares = two_tenants(lambda: Raises(40))
+    with pytest.raises(RuntimeError, match="a bug"):
+        shares.evict_unused(4, "r")
+    primary = primary_of(10, "lru", None)
+    primary.complete_store(primary.prepare_store(keys_of("", *range(10)), "old").rows, True)
+    monkeypatch.setattr(LRUPolicy, "evict", Raises.evict)
+    with pytest.raises(RuntimeError, match="a bug"):
+        primary.prepare_store(keys_of("", 0, 1, 20), "r")
+    monkeypatch.undo()
+    for policy in (shares, primary._policy):
+        assert len(list(policy.coldest())) in {10, 40}, "also those that were to be spared"
 
 
 def test_what_a_request_uses_does_not_leave_first_when_one_of_low_priority_has_brought_it_back():

@@ -250,8 +250,10 @@ class TenantShares(EvictionPolicy):
             return []
         pinned = [key for key in self.used_by(request_id) if key in own.evictable]
         own.policy.mark_pinned(pinned)
-        victims = own.policy.evict(count) or []
-        own.policy.mark_evictable(pinned)
+        try:
+            victims = own.policy.evict(count) or []
+        finally:
+            own.policy.mark_evictable(pinned)
         return self._left(own, victims)
 
     def _whose(self, key: OffloadKey) -> Tenant:
