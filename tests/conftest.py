@@ -34,8 +34,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Thousands of tests and the libraries of all tiers stay to the end: to look through them takes each garbage
-    # collection half a second, and the kit makes one wherever it looks for a buffer that was kept.
+    # Thousands of tests and what they import stay to the end: to look through these half a million objects takes each
+    # garbage collection .3 s, and the kit makes one wherever it looks for a buffer that was kept.
     gc.collect()
     gc.freeze()
 
