@@ -8,6 +8,7 @@ import pytest
 
 import kvtiers
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region import region
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.handshake import SETTLED
 from kvtiers.types import RequestContext
@@ -89,7 +90,9 @@ def test_a_store_of_more_rows_than_the_window_has_memory_made_ready_for_it(engin
     manager.on_request_finished(context)
 
 
-def test_the_start_waits_a_moment_for_the_first_pinned_memory(monkeypatch):
+@pytest.mark.parametrize(("first", "waited_for"), [(64, 60), (8, 8)])
+def test_the_start_waits_a_moment_for_the_first_pinned_memory(first, waited_for, monkeypatch):
+    monkeypatch.setattr(region, "_FIRST_BYTES", first * LAYOUT.row_stride)
     config = {"version": 1, "start_wait": "30s", "primary": {"capacity": f"{64 * LAYOUT.row_stride}B"}}
     monkeypatch.setattr(RegionJoin, "settle", lambda join: join.pinned(0))  # as a GPU's rank: it has yet to pin
     manager = kvtiers.open_manager(config, LAYOUT)
@@ -97,10 +100,10 @@ def test_the_start_waits_a_moment_for_the_first_pinned_memory(monkeypatch):
     waiting = threading.Thread(target=manager.wait_ready, args=(60,))
     waiting.start()
     wait_until(lambda: worker._region._pinned == 0)
-    worker._region.pinned(59)
+    worker._region.pinned(waited_for - 1)
     waiting.join(0.1)
-    assert waiting.is_alive(), "of 64 rows the start waits for 60"
-    worker._region.pinned(60)
+    assert waiting.is_alive(), f"of 64 rows the start waits for {waited_for}"
+    worker._region.pinned(waited_for)
     waiting.join(60)
     assert not waiting.is_alive()
     worker.shutdown()

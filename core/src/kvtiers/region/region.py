@@ -56,6 +56,7 @@ __all__ = [
 
 _SLOWEST_PINNING = 256 << 20
 """Bytes a second that populating and pinning are waited for with ``prefault="all"``, once all ranks have joined."""
+_FIRST_BYTES = 4 << 30  # an H100 computes a second for it with a model of 8 billion parameters
 _FOLLOWING_STEPS = 16  # of a window: how often the pre-fault program is asked for more
 
 _log = logging.getLogger("kvtiers.region")
@@ -304,11 +305,12 @@ class SharedOffloadRegion(OffloadRegion):
         self._ranks.wait_all(left if timeout is None else timeout, self.map_bytes / _SLOWEST_PINNING)
 
     def wait_window(self, timeout: float) -> bool:
-        """Block until all ranks have pinned the memory that is ready ahead of use; return whether that came in time.
+        """Block until all ranks have pinned the memory that the first requests use; return whether that came in time.
 
-        But for the last part of it: a piece that reaches beyond what is populated is not pinned yet.
+        Not all that is ready ahead of use: the rest is pinned beside the first requests, which hardly feel it.
         """
-        return self._ranks.wait_pinned(self._window_rows - self._window_rows // _FOLLOWING_STEPS, timeout)
+        most = self._window_rows - self._window_rows // _FOLLOWING_STEPS  # a piece beyond populated rows is not pinned
+        return self._ranks.wait_pinned(min(most, max(1, _FIRST_BYTES // self.row_stride)), timeout)
 
     def close(self) -> None:
         """Disconnect the ranks, end pre-faulting and release the memory. May be called again."""
