@@ -146,6 +146,17 @@ def test_a_step_that_was_scheduled_ahead_is_computed_when_the_one_before_has_bee
     assert steps.take_computed()[:2] == (500, 1.0)
 
 
+def test_a_step_that_computes_nothing_takes_nothing_from_the_next(steps, clock):
+    """Its end is seen when the next has been launched: by then most of that may have been computed."""
+    steps.begins(0, 0)
+    steps.begins(8192, 1)
+    clock.now += 0.30
+    steps.ends()
+    clock.now += 0.02
+    steps.ends()
+    assert steps.take_computed()[:2] == (8192, pytest.approx(0.32))
+
+
 def test_steps_that_end_between_two_looks_are_taken_together(steps, clock):
     for tokens, seconds in ((1000, 1.0), (4, 0.5), (3000, 2.0)):
         steps.begins(tokens, 1)
