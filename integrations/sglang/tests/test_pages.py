@@ -14,7 +14,10 @@ POOLS = [*[(mha_pool, layout) for layout in MHA_LAYOUTS], *[(mla_pool, layout) f
 
 
 @pytest.mark.parametrize(("make", "layout"), POOLS, ids=lambda it: getattr(it, "__name__", it))
-def test_every_byte_comes_back_in_every_layout_and_pages_of_a_pool_in_a_memfd_pass_no_bounce_row(serve, make, layout):
+def test_every_byte_comes_back_in_every_layout_and_pages_of_a_pool_in_a_memfd_pass_no_bounce_row(
+    serve, make, layout, monkeypatch
+):
+    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
     plain, mapped = (serve(make(layout, allocator=it), is_mla_model=make is mla_pool) for it in ("default", "shm"))
     keys, content = plain.store(pages=5)
     assert mapped.backend.batch_exists([*keys, "0" * 64]) == 5
@@ -24,7 +27,16 @@ def test_every_byte_comes_back_in_every_layout_and_pages_of_a_pool_in_a_memfd_pa
     assert [server.backend.stats()["kv"]["direct_values"] for server in (plain, mapped)] == [0, 10]
 
 
-def test_a_pool_of_several_memfds_passes_bounce_rows(serve):
+@pytest.mark.parametrize(("tokens", "direct"), [(16, 0), (512, 1)])
+def test_a_page_whose_copy_costs_less_than_a_claim_passes_a_bounce_row(serve, tokens, direct):
+    """Of 12 KiB, and of 384."""
+    server = serve(mha_pool(page=tokens, allocator="shm"))
+    server.store(pages=1)
+    assert server.backend.stats()["kv"]["direct_values"] == direct
+
+
+def test_a_pool_of_several_memfds_passes_bounce_rows(serve, monkeypatch):
+    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
     server = serve(sidecars={"mamba": mamba_pool(allocator="shm")})
     assert len(server.pools["mamba"].allocator.fds) == 2
     keys, slots = server.keys(1), server.take(1, "mamba")
@@ -38,7 +50,8 @@ def test_a_pool_of_several_memfds_passes_bounce_rows(serve):
 
 
 @pytest.mark.parametrize("allocator", ["default", "shm"])
-def test_a_page_that_is_not_there_ends_the_prefix_and_changes_nothing(serve, allocator):
+def test_a_page_that_is_not_there_ends_the_prefix_and_changes_nothing(serve, allocator, monkeypatch):
+    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
     server = serve(mha_pool(allocator=allocator))
     keys, content = server.store(pages=4)
     absent = server.keys(1, seed=7)

@@ -2,8 +2,9 @@
 
 SGLang gives the address and the length of each part of a page (``get_page_buffer_meta``): K and V, one of each layer,
 or one in all, by the pool's layout. No byte is copied here. Where SGLang has made the pool of one memfd (``"allocator":
-"shm"``), it is the client's region: tier hosts map it, and a page passes no bounce row. Other memory no other process
-can map, and the client copies once, between pool and bounce rows.
+"shm"``), it is the client's region: tier hosts map it, and a page passes no bounce row. Small pages do, since a claim
+costs more than their copy (``benchmarks/client.py``), and those in memory that no other process can map: the client
+copies once, between pool and bounce rows.
 """
 
 import ctypes
@@ -21,6 +22,7 @@ from kvtiers_sglang.options import Options, tiers_of
 __all__ = ["Pages", "Pool", "keys_of", "open_pool"]
 
 Part = memoryview
+_LEAST_MAPPED = 256 << 10
 
 
 class Pages:
@@ -90,7 +92,7 @@ def open_pool(name: str, memory: Any, storage: Any, options: Options) -> Pool:
         identity_of(name, memory, pages.sizes, storage, options),
         pages.nbytes,
         bounce_bytes=options.bounce_bytes,
-        region=_region_of(memory),
+        region=_region_of(memory) if pages.nbytes >= _LEAST_MAPPED else None,
         deadline=options.deadline,
         way_in=f"in SGLang {release()}, pool {name}",
         release=f"sglang {release()}",
