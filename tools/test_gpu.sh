@@ -28,4 +28,10 @@ for ranks in "" "--workers 2"; do  # one rank in the engine's process; two that 
 done
 step gpu_copy 300 "$python" benchmarks/gpu_copy.py ${GPU_BENCH_ARGS:-}
 step region_start 120 "$python" benchmarks/region_start.py ${GPU_BENCH_ARGS:-}
+if "$python" -c 'import kvtiers_transformers, transformers' 2>/dev/null; then
+    step transformers 240 "$python" -m pytest integrations/transformers/tests/test_device.py -m gpu -q -p no:cacheprovider
+    step load_or_recompute 300 "$python" integrations/transformers/benchmarks/load_or_recompute.py --device cuda
+else
+    echo "== no transformers here: what it has for a device was not run"
+fi
 exit $status

@@ -1,9 +1,10 @@
 """The differential suite: every integration over every tier kind, with the same scenes (``scenes.py``).
 
 ``python tests/differential/differential.py``; ``make test-differential`` makes what that needs before. Each integration
-runs in its own environment, in two processes that serve all scenes (``worker.py``); the servers are shared. ``--write``
-keeps the outcomes in ``outcomes.json``, in the place of those of the same cells, and writes the table of
-``docs/what-works-where.md`` from them. Exit status 1: a scene failed.
+runs in its own environment, in two processes that serve all scenes (``worker.py``). Lanes of integrations run beside
+each other, each in a process with servers of its own, as an outage stops one. ``--write`` keeps the outcomes in
+``outcomes.json``, in the place of those of the same cells, and writes the table of ``docs/what-works-where.md`` from
+them. Exit status 1: a scene failed.
 """
 
 import argparse
@@ -40,6 +41,13 @@ ENVIRONMENTS = {
 """The integrations, each with the environment that has it."""
 ENGINES = {"client": "", "lmcache-in-process": "lmcache", "vllm-own-tiering": "vllm"}
 """The engines' names in the fingerprint, where they are not the integration's."""
+LANES = (
+    ("vllm",),
+    ("vllm-own-tiering",),
+    ("transformers", "sglang", "replay"),
+    ("lmcache", "lmcache-in-process", "client"),
+)
+"""Integrations that take turns. Most scenes wait, for a deadline or a server; vLLM's engines take long to start."""
 NOT_TAKEN = {
     ("vllm-own-tiering", "memory-async"): "vLLM's own tiering takes no tier that moves its values by itself; the whole "
     "stack does"
@@ -199,16 +207,47 @@ def main(arguments=None):
             f"--{name}", type=chosen(known), default=list(known), help=f"some of {','.join(known)} (default: all)"
         )
     parser.add_argument("--write", action="store_true", help="keep the outcomes, and write the table in docs/")
+    parser.add_argument("--outcomes", type=Path, help="write the outcomes to this file")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
+    lanes = [lane for them in LANES if (lane := [it for it in options.integrations if it in them])]
     with tempfile.TemporaryDirectory(prefix="differential-") as folder:
         run = Run(options.integrations, options.kinds, options.scenes, Path(folder))
-        run.run()
+        if len(lanes) > 1:
+            run_lanes(run, lanes, Path(folder))
+        else:
+            run.run()
+    if options.outcomes:
+        options.outcomes.write_text(json.dumps([run.outcomes, run.releases, run.failures]), encoding="utf-8")
+        return 0
     print("\n".join(run.failures) or "ok: every scene works in every cell where it applies")
     print(f"{time.monotonic() - begin:.0f} s in all")
     if options.write:
         keep(run)
     return int(bool(run.failures))
+
+
+def run_lanes(run, lanes, folder):
+    """Run each lane in a process of its own, and take their outcomes together."""
+    chosen = ["--kinds", ",".join(run.kinds), "--scenes", ",".join(run.scenes)]
+    children = {}
+    try:
+        for lane in lanes:
+            file = folder / lane[0]
+            command = [sys.executable, __file__, "--integrations", ",".join(lane), *chosen, "--outcomes", file]
+            children[file] = subprocess.Popen(command)
+        for file, child in children.items():
+            if child.wait() or not file.exists():
+                run.failures.append(f"the lane of {file.name} has ended with status {child.returncode}")
+                continue
+            outcomes, releases, failures = json.loads(file.read_text(encoding="utf-8"))
+            run.outcomes |= outcomes
+            run.releases |= releases
+            run.failures += failures
+    finally:
+        for child in children.values():
+            child.terminate()  # its servers and workers end with it
+            child.wait()
 
 
 def keep(run):

@@ -1,5 +1,7 @@
 """The scenes: what is done with an integration over a tier kind, and what must come out. Written once for all of them.
 
+A cell's scenes follow each other and share engines: with vLLM, a start takes longer than all that is then done with it.
+
 What is found is right in every scene: wrong bytes and wrong tokens fail it. One that does not apply to a cell raises
 ``DoesNotApply`` with the reason, and one that works with a limit returns it as a sentence: both stand in the table.
 """
@@ -53,11 +55,12 @@ class Cell:
             self._opened[key] = Engine(self.workers[worker], name)
         return self._opened[key]
 
-    def close(self):
-        """Close all engines that are open."""
-        while self._opened:
-            _, engine = self._opened.popitem()
-            engine.close()
+    def close(self, but=None):
+        """Close all engines that are open, but this one."""
+        for key, engine in [*self._opened.items()]:
+            if engine is not but:
+                del self._opened[key]
+                engine.close()
 
     def elsewhere(self):
         """Begin with values of its own, apart from those of the scenes before."""
@@ -164,15 +167,6 @@ def _try_as_other_engines(cell, own):
     assert tried, f"no value was tried: {len(names)} are stored, {len(layouts)} layouts are known"
 
 
-def restart(cell):
-    """What an engine has stored before it ended is found by another process."""
-    if not cell.kind.outlives:
-        raise DoesNotApply(MEMORY)
-    cell.engine().put(4)
-    cell.close()
-    cell.engine(worker=1).finds(4)
-
-
 def concurrent_writers(cell):
     """Two processes store the same prompts, and others, at the same time: each finds all, and all of it is right."""
     engines = [cell.engine(worker=0), cell.engine(worker=1)]
@@ -187,14 +181,24 @@ def concurrent_writers(cell):
             engine.finds(seed)
 
 
+def restart(cell):
+    """What an engine has stored before it ended is found by another process, and by the next engine."""
+    if not cell.kind.outlives:
+        raise DoesNotApply(MEMORY)
+    elsewhere = cell.engine(worker=1)
+    cell.engine().put(4)
+    cell.close(but=elsewhere)
+    elsewhere.finds(4)
+    cell.engine(**QUICK).finds(4)
+
+
 def damage(cell):
     """Bits flipped in every stored value: all of them are misses, and are found again when they are stored again."""
     if not cell.kind.outlives:
         cell.elsewhere()
     # Where only the engine's own process can get at the values, its tier runs there.
-    engine = cell.engine() if cell.kind.outlives else cell.engine(io="thread")
-    engine.put(8)
-    engine.finds(8)
+    engine = cell.engine(**QUICK) if cell.kind.outlives else cell.engine(io="thread")
+    engine.stores(8, "the store is not filled")  # a busy machine may take longer than a deadline
     damaged = cell.kind.damage(cell.namespace) if cell.kind.outlives else engine.inside("damage")
     assert damaged >= engine.of, f"{damaged} values are stored, expected {engine.of} at least"
     assert engine.get(8) == 0, "damaged values were found"
@@ -210,9 +214,10 @@ def outage(cell):
     """The store, or the process that does its I/O, hangs: calls end, as misses; hits come back when it does."""
     if not (cell.kind.own_process or cell.kind.processes()):
         raise DoesNotApply("its I/O is in the engine's own process: nothing can hang without the engine")
-    cell.elsewhere()
+    if not cell.kind.outlives:
+        cell.elsewhere()
     engine = cell.engine(**QUICK)
-    engine.stores(9, "the store is not filled")  # a busy machine may take longer than a deadline
+    engine.stores(9, "the store is not filled")
     with cell.kind.hanging(hosts_of(engine.worker.pid)):
         begin = time.monotonic()
         engine.get(9)
@@ -243,8 +248,8 @@ SCENES = {
     "cold": cold,
     "warm": warm,
     "wrong identity": wrong_identity,
-    "restart": restart,
     "concurrent writers": concurrent_writers,
+    "restart": restart,
     "damage": damage,
     "outage": outage,
 }

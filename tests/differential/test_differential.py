@@ -94,6 +94,19 @@ def test_the_kept_outcomes_cover_every_integration_tier_kind_and_scene_and_nothi
                 assert outcome.partition(":")[0] in ("works", "does not apply"), (integration, kind, scene, outcome)
 
 
+def test_every_integration_is_in_one_lane():
+    assert sorted(it for lane in differential.LANES for it in lane) == sorted(differential.ENVIRONMENTS)
+
+
+def test_lanes_are_put_together_and_what_fails_in_one_fails_the_run(tmp_path):
+    run = differential.Run(["replay", "client"], ["memory"], ["cold"], tmp_path)
+    differential.run_lanes(run, [["replay"], ["client"]], tmp_path)
+    assert run.outcomes == {it: {"memory": {"cold": "works"}} for it in ("replay", "client")}
+    assert not run.failures
+    differential.run_lanes(run, [["no-such"]], tmp_path)
+    assert run.failures == ["the lane of no-such has ended with status 2"]
+
+
 def test_every_tier_type_of_the_project_is_a_kind():
     from kvtiers.plugins import installed_tiers
 

@@ -1,10 +1,12 @@
 """Stores and loads of LMCache's memory objects, by kvtiers' adapter and by LMCache's own for files, in one run.
 
 Lanes take turns, a round after the other, each on new keys: four tasks of as many objects each are submitted at once,
-as for four requests, and waited for by the adapter's descriptor. `kvtiers` is the fs tier; `fs` and `fs_native` are
-LMCache's adapters, in Python and in C++, which check nothing that they load; `control` is `fs` once more: its share of
-`fs` is what noise makes of one. All on one folder, from the page cache. Medians; shares are turn by turn. The CPU time
-of a GB, tier hosts included, says what a busy machine does not.
+as for four requests, and waited for by the descriptor. `kvtiers` is the fs tier, with the objects in LMCache's
+L1 of shared memory, which tier hosts map; `bounce` the same with an L1 that has no name, so that values pass bounce
+rows; `slab` is `kvtiers` with fs's other layout. `fs` and `fs_native` are LMCache's adapters, in Python and in C++,
+which check nothing that they load; `control` is `fs` once more: its share of `fs` is what noise makes of one. All on
+one folder, from the page cache. Medians; shares are turn by turn. The CPU time of a GB, tier hosts included, says what
+a busy machine does not.
 """
 
 import argparse
@@ -27,10 +29,11 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 import numpy as np
 import psutil
 import torch
-from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import L1MemoryManagerConfig
 from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
 from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
-from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
+from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
 
 from kvtiers.api.units import format_size
 
@@ -45,25 +48,38 @@ PATIENCE = 120.0
 
 def specs(folder: Path, nbytes: int) -> dict[str, dict[str, Any]]:
     """Return each lane's adapter, as `--l2-adapter` names it."""
-    tier = {"type": "fs", "path": str(folder / "kvtiers"), "capacity": "64GiB", "min_free": 0, "store_queue": 1 << 20}
-    config = {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": [tier]}
-    params = {"config": config, "weights": "w", "bounce_bytes": max(256 << 20, 32 * nbytes)}
-    times = {"lookup_deadline": "60s", "deadline": "60s", "store_deadline": "60s"}
-    ours = {"module_path": "kvtiers_lmcache", "class_name": "KvtiersL2Adapter", "adapter_params": {**params, **times}}
+
+    def ours(name: str, **options: Any) -> dict[str, Any]:
+        return kvtiers_spec(folder / name, nbytes, options)
+
     return {
-        "kvtiers": {"type": "plugin", **ours},
+        "kvtiers": ours("kvtiers"),
+        "bounce": ours("bounce"),
+        "slab": ours("slab", layout="slab", capacity="4GiB"),
         "fs": {"type": "fs", "base_path": str(folder / "fs")},
         "control": {"type": "fs", "base_path": str(folder / "control")},
         "fs_native": {"type": "fs_native", "base_path": str(folder / "fs_native")},
     }
 
 
+def kvtiers_spec(folder: Path, nbytes: int, options: dict[str, Any]) -> dict[str, Any]:
+    tier = {"type": "fs", "path": str(folder), "capacity": "64GiB", "min_free": 0, "store_queue": 1 << 20, **options}
+    config = {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": [tier]}
+    params = {"config": config, "weights": "w", "bounce_bytes": max(256 << 20, 32 * nbytes)}
+    times = {"lookup_deadline": "60s", "deadline": "60s", "store_deadline": "60s"}
+    ours = {"module_path": "kvtiers_lmcache", "class_name": "KvtiersL2Adapter", "adapter_params": {**params, **times}}
+    return {"type": "plugin", **ours}
+
+
 class Lane:
     """An adapter, and what LMCache's controllers do with one."""
 
-    def __init__(self, spec: dict[str, Any], objects: Sequence[Any], into: Sequence[Any], stack: ExitStack) -> None:
+    def __init__(
+        self, spec: dict[str, Any], l1: Any, objects: Sequence[Any], into: Sequence[Any], stack: ExitStack
+    ) -> None:
+        """``l1``: LMCache's description of its L1, None for one without a name."""
         config = get_l2_adapter_config_class(spec["type"]).from_dict(spec)
-        self._adapter = create_l2_adapter_from_registry(config)
+        self._adapter = create_l2_adapter_from_registry(config, l1)
         stack.callback(self._adapter.close)
         self._adapter.set_backend_identity(spec["type"])
         self._objects, self._into = objects, into
@@ -111,8 +127,10 @@ def measure(nbytes: int, total: int, rounds: int, folder: Path) -> dict[str, Any
     """Return the rates of all lanes with objects of this size."""
     count = total // nbytes // TASKS * TASKS
     shape = torch.Size((2, 1, nbytes // 512, 128))
-    allocator = HostMemoryAllocator(2 * total + (64 << 20))
-    objects, into = ([allocator.allocate(shape, torch.bfloat16) for _ in range(count)] for _ in range(2))
+    name = f"kvtiers_bench_{os.getpid()}"
+    l1 = L1MemoryManager(L1MemoryManagerConfig(2 * total + (64 << 20), use_lazy=False, shm_name=name))
+    desc = MemoryLayoutDesc([shape], [torch.bfloat16])
+    (_, objects), (_, into) = (l1.allocate(desc, count) for _ in range(2))
     rng = np.random.default_rng(0)
     for it in objects:
         it.byte_array.cast("B")[:] = rng.integers(0, 256, it.get_size(), np.uint8).tobytes()
@@ -120,7 +138,10 @@ def measure(nbytes: int, total: int, rounds: int, folder: Path) -> dict[str, Any
     cpu: dict[str, list[tuple[float, float]]] = {name: [] for name in samples}
     with ExitStack() as stack:
         folder.mkdir()
-        lanes = {name: Lane(spec, objects, into, stack) for name, spec in specs(folder, nbytes).items()}
+        lanes = {
+            name: Lane(spec, None if name == "bounce" else l1.get_l1_memory_desc(), objects, into, stack)
+            for name, spec in specs(folder, nbytes).items()
+        }
         order = [*lanes]
         for turn in range(rounds + 1):
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
@@ -132,7 +153,7 @@ def measure(nbytes: int, total: int, rounds: int, folder: Path) -> dict[str, Any
                     cpu[name].append((cpu_wrote, cpu_read))
     for it in [*objects, *into]:
         it.ref_count_down()
-    allocator.close()
+    l1.close()
     shutil.rmtree(folder)
     moved = count * nbytes / 1e9
     rates = {
@@ -180,7 +201,9 @@ def report(found: dict[str, Any]) -> None:
     """Print the rates as a table, and the shares of LMCache's adapter."""
     names = list(found["sizes"][0]["gb_per_s"])
     print(
-        f"{'GB/s, CPU s a GB':21}" + "".join(f"{name:>14}" for name in names) + "   of fs: kvtiers, control, fs_native"
+        f"{'GB/s, CPU s a GB':21}"
+        + "".join(f"{name:>14}" for name in names)
+        + "   of fs: kvtiers, bounce, control, fs_native"
     )
     for one in found["sizes"]:
         for way in WAYS:

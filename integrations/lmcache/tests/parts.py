@@ -1,5 +1,6 @@
 """Real memory objects on the CPU, and a server's use of an adapter: what LMCache's controllers do with one."""
 
+import itertools
 import os
 import select
 from collections.abc import Sequence
@@ -8,14 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import L1MemoryManagerConfig
+from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
 from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
 
 SHAPE = (2, 4, 16, 128)
 PATIENCE = 120.0  # seconds; a hang is loud
 WEIGHTS = "0123abc"
+_numbers = itertools.count()
 
 
 class Layout:
@@ -28,7 +33,9 @@ class Layout:
 
 
 class Memory:
-    """L1: memory objects as LMCache's own allocator makes them; freed at the end."""
+    """L1 without a name (``desc``): memory objects as LMCache's own allocator makes them; freed at the end."""
+
+    desc: Any = None
 
     def __init__(self, nbytes: int = 64 << 20) -> None:
         self._allocator = HostMemoryAllocator(nbytes)
@@ -52,6 +59,26 @@ class Memory:
             it.ref_count_down()
         self._objects.clear()
         self._allocator.close()
+
+
+class SharedMemory(Memory):
+    """L1 as the server's own manager makes it, in shared memory with a name."""
+
+    def __init__(self, nbytes: int = 64 << 20) -> None:
+        name = f"kvtiers_tests_{os.getpid()}_{next(_numbers)}"
+        self._l1 = L1MemoryManager(L1MemoryManagerConfig(nbytes, use_lazy=False, shm_name=name))
+        self.desc = self._l1.get_l1_memory_desc()
+        self._objects = []
+
+    def take(self, count: int, layout: Layout) -> list[Any]:
+        error, found = self._l1.allocate(layout.desc, count)
+        assert error == L1Error.SUCCESS, error
+        self._objects += found
+        return found
+
+    def close(self) -> None:
+        self._allocator = self._l1
+        super().close()
 
 
 class Events(L2AdapterListener):
@@ -80,7 +107,7 @@ class Server:
         self.layout = layout or Layout()
         self.memory = memory
         spec = {"module_path": "kvtiers_lmcache", "class_name": "KvtiersL2Adapter", "adapter_params": params}
-        self.adapter = create_l2_adapter_from_registry(PluginL2AdapterConfig.from_dict(spec))
+        self.adapter = create_l2_adapter_from_registry(PluginL2AdapterConfig.from_dict(spec), memory.desc)
         self.adapter.set_backend_identity("plugin")
         self.events = Events()
         self.adapter.register_listener(self.events)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from .conftest import config_of
-from .parts import Layout, keys_of
+from .conftest import config_of, params_of
+from .parts import Layout, Server, SharedMemory, keys_of
 
 SIZES = {
     "one tensor": Layout(),
@@ -28,6 +28,27 @@ def test_every_byte_comes_back_from_each_tier(serve, tier):
         stored = server.store(keys)
         assert server.fetch(keys) == stored, what
         assert server.fetch(keys_of(2, first=10 * place + 4)) == [stored[4], None], what
+
+
+def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_is_not(serve, tier):
+    """As the server has it: tier hosts read and write objects where they lie."""
+    config = config_of(tier)
+    l1 = SharedMemory()
+    mapped = Server(params_of(config), l1)
+    stored = mapped.store(keys_of(5))
+    assert mapped.fetch(keys_of(6)) == [*stored, None]
+    assert direct_values(mapped) == 10
+    if tier["type"] != "memory":
+        other = serve(config=config)
+        assert other.fetch(keys_of(5)) == stored
+        assert direct_values(other) == 0
+    mapped.close()
+    l1.close()
+
+
+def direct_values(server):
+    (client,) = server.adapter.report_status()["clients"]
+    return client["direct_values"]
 
 
 def test_a_store_of_more_than_there_are_bounce_rows_is_whole(serve):

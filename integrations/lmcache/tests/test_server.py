@@ -84,7 +84,8 @@ def lmcache_server(params: dict[str, Any], folder: Path) -> Iterator[Running]:
     spec = {"type": "plugin", "module_path": "kvtiers_lmcache", "class_name": "KvtiersL2Adapter"}
     command = [sys.executable, "-m", "lmcache.cli.main", "server", "--l1-size-gb", "0.1", "--eviction-policy", "LRU"]
     command += ["--port", str(port), "--http-port", str(http), "--disable-metrics"]
-    command += ["--l2-adapter", json.dumps({**spec, "adapter_params": params})]
+    name = f"lmcache_l1_pool_{port}"
+    command += ["--l2-adapter", json.dumps({**spec, "adapter_params": params}), "--shm-name", name, "--no-l1-use-lazy"]
     log = folder / f"server-{port}.log"
     with (
         log.open("wb") as file,
@@ -94,6 +95,7 @@ def lmcache_server(params: dict[str, Any], folder: Path) -> Iterator[Running]:
             yield Running(process, port, http, log)
         finally:
             process.kill()
+            Path("/dev/shm", name).unlink(missing_ok=True)  # LMCache's own, which a killed server cannot remove
 
 
 def tensors(client: ServerBenchClient) -> dict[str, torch.Tensor]:
@@ -114,6 +116,7 @@ def blocks(client: ServerBenchClient, request: Any) -> list[torch.Tensor]:
 
 def test_what_a_server_has_stored_is_there_after_it_was_killed(config, tmp_path):
     """For one with an empty L1. An engine of another dtype misses, though LMCache's keys and lengths are equal."""
+    del config["secondary"][0]["io"]  # its tier hosts map the servers' L1
     params = params_of(config, weights={MODEL: "0123abc"})
     with lmcache_server(params, tmp_path) as first, lmcache_server(params, tmp_path) as second:
         first.wait()
@@ -139,3 +142,4 @@ def test_what_a_server_has_stored_is_there_after_it_was_killed(config, tmp_path)
             assert all(map(torch.equal, blocks(client, request), right))
             assert client.lookup(client.create_request(2, "other tokens", "load")).is_full_miss
         assert second.adapter()["is_healthy"]
+        assert sum(client["direct_values"] for client in second.adapter()["clients"]) == 2

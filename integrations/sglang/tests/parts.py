@@ -50,6 +50,7 @@ def mha_pool(
     heads: int = 2,
     layers: int = 3,
     on_device: KVBufferLayout = KVBufferLayout.NHD,
+    allocator: str = "default",
 ) -> MHATokenToKVPoolHost:
     shape = (TOKENS, heads, 32)
     k = tuple(torch.zeros(shape, dtype=dtype) for _ in range(layers))
@@ -72,6 +73,7 @@ def mha_pool(
         layout,
         **ON_CPU,
         end_layer=layers - 1,
+        allocator_type=allocator,
     )
 
 
@@ -179,7 +181,9 @@ def _cut(whole: Sequence[torch.Tensor], address: int, size: int) -> torch.Tensor
     raise AssertionError("a part of a page lies outside of the pool")
 
 
-def mla_pool(layout: str = "page_first", *, page: int = 16, layers: int = 3) -> MLATokenToKVPoolHost:
+def mla_pool(
+    layout: str = "page_first", *, page: int = 16, layers: int = 3, allocator: str = "default"
+) -> MLATokenToKVPoolHost:
     rank, rope = 64, 16
     buffers = tuple(torch.zeros(TOKENS, 1, rank + rope, dtype=torch.bfloat16) for _ in range(layers))
     info = MLABufferInfo(
@@ -203,12 +207,14 @@ def mla_pool(layout: str = "page_first", *, page: int = 16, layers: int = 3) -> 
         **ON_CPU,
         end_layer=layers - 1,
         target_layer_num=layers,
+        allocator_type=allocator,
     )
 
 
-def mamba_pool(layers: int = 2) -> MambaPoolHost:
+def mamba_pool(layers: int = 2, *, allocator: str = "default") -> MambaPoolHost:
     info = MambaStateBufferInfo(
         temporal=torch.zeros(layers, 16, 4, 8, dtype=torch.float32),
         conv=(torch.zeros(layers, 16, 12, 3, dtype=torch.bfloat16),),
     )
-    return MambaPoolHost(info, 2.0, 0, device_capacity=16, pin_memory=False, device="cpu", layout="page_first")
+    kind: Any = {"pin_memory": False, "device": "cpu", "layout": "page_first", "allocator_type": allocator}
+    return MambaPoolHost(info, 2.0, 0, device_capacity=16, **kind)

@@ -1,9 +1,14 @@
 """The options beside SGLang's own keys: what is taken, and one line for what is not."""
 
+import json
+
 import pytest
+from sglang.srt.mem_cache.pool_host.common import get_allocator_type
 
 from kvtiers.api import ConfigError
 from kvtiers_sglang.options import extra_config, options_of, tiers_of
+
+from .parts import published
 
 OURS = {"interface_v1": 1, "config": "tiers.yaml"}
 
@@ -65,3 +70,16 @@ def test_the_variable_stands_for_the_config_and_an_argument_wins(monkeypatch):
 def test_what_the_plugin_writes_is_what_the_backend_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert options_of(extra_config("tiers.yaml")).config == str(tmp_path / "tiers.yaml")
+
+
+def test_the_plugin_asks_for_pools_that_can_be_mapped_but_where_the_environment_says_otherwise(monkeypatch):
+    """SGLang's own reading of it, from published arguments: it decides what its pools are made of."""
+
+    def allocator():
+        given = json.dumps(extra_config("tiers.yaml"))
+        with published(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=given):
+            return get_allocator_type()
+
+    assert allocator() == "shm"
+    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB")
+    assert allocator() == "dynamic", "which is SGLang's default"

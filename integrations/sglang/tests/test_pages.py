@@ -3,27 +3,56 @@
 import threading
 
 import pytest
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from kvtiers.api import ConfigError
 from kvtiers_sglang.weight_updates import begin_update
 
-from .parts import MHA_LAYOUTS, MLA_LAYOUTS, mha_pool, mla_pool
+from .parts import MHA_LAYOUTS, MLA_LAYOUTS, mamba_pool, mha_pool, mla_pool
 
 POOLS = [*[(mha_pool, layout) for layout in MHA_LAYOUTS], *[(mla_pool, layout) for layout in MLA_LAYOUTS]]
 
 
 @pytest.mark.parametrize(("make", "layout"), POOLS, ids=lambda it: getattr(it, "__name__", it))
-def test_every_byte_of_a_page_comes_back_in_every_layout(serve, make, layout):
-    first = serve(make(layout), is_mla_model=make is mla_pool)
-    keys, content = first.store(pages=5)
-    first.close()
-    second = serve(make(layout), is_mla_model=make is mla_pool)
-    assert second.backend.batch_exists([*keys, "0" * 64]) == 5
-    assert second.load(keys) == ([True] * 5, content)
+def test_every_byte_comes_back_in_every_layout_and_pages_of_a_pool_in_a_memfd_pass_no_bounce_row(
+    serve, make, layout, monkeypatch
+):
+    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
+    plain, mapped = (serve(make(layout, allocator=it), is_mla_model=make is mla_pool) for it in ("default", "shm"))
+    keys, content = plain.store(pages=5)
+    assert mapped.backend.batch_exists([*keys, "0" * 64]) == 5
+    assert mapped.load(keys) == ([True] * 5, content)
+    keys, content = mapped.store(pages=5, seed=1)
+    assert plain.load(keys) == ([True] * 5, content)
+    assert [server.backend.stats()["kv"]["direct_values"] for server in (plain, mapped)] == [0, 10]
 
 
-def test_a_page_that_is_not_there_ends_the_prefix_and_changes_nothing(serve):
-    server = serve()
+@pytest.mark.parametrize(("tokens", "direct"), [(16, 0), (512, 1)])
+def test_a_page_whose_copy_costs_less_than_a_claim_passes_a_bounce_row(serve, tokens, direct):
+    """Of 12 KiB, and of 384."""
+    server = serve(mha_pool(page=tokens, allocator="shm"))
+    server.store(pages=1)
+    assert server.backend.stats()["kv"]["direct_values"] == direct
+
+
+def test_a_pool_of_several_memfds_passes_bounce_rows(serve, monkeypatch):
+    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
+    server = serve(sidecars={"mamba": mamba_pool(allocator="shm")})
+    assert len(server.pools["mamba"].allocator.fds) == 2
+    keys, slots = server.keys(1), server.take(1, "mamba")
+    content = server.fill(slots, 1, "mamba")
+    states = PoolTransfer(name=PoolName("mamba"), keys=keys, host_indices=slots)
+    assert server.backend.batch_set_v2([states]) == {"mamba": [True]}
+    server.fill(slots, 2, "mamba")
+    assert server.backend.batch_get_v2([states]) == {"mamba": [True]}
+    assert server.content(slots, "mamba") == content
+    assert server.backend.stats()["mamba"]["direct_values"] == 0
+
+
+@pytest.mark.parametrize("allocator", ["default", "shm"])
+def test_a_page_that_is_not_there_ends_the_prefix_and_changes_nothing(serve, allocator, monkeypatch):
+    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
+    server = serve(mha_pool(allocator=allocator))
     keys, content = server.store(pages=4)
     absent = server.keys(1, seed=7)
     slots = server.take(3)

@@ -66,6 +66,15 @@ class WholeServer:
         with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return response.read()
 
+    def has_its_pool_in_a_memfd(self) -> bool:
+        """Return whether one of the server's processes maps a pool that tier hosts can map as well."""
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or is no process
+                is_its = os.getsid(int(entry.name)) == self._process.pid
+                if is_its and "memfd:sglang_host_pool" in (entry / "maps").read_text():
+                    return True
+        return False
+
     def kill(self) -> None:
         """Kill all processes of the server but Python's tracker, which then removes their semaphores."""
         for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]:
@@ -115,6 +124,7 @@ def test_a_killed_servers_prompt_is_continued_from_a_tier_with_the_same_tokens_a
     first = start(config)
     tokens, cached, _ = first.generate()
     assert cached == 0
+    assert first.has_its_pool_in_a_memfd(), "the variable alone has SGLang make it so"
     until = time.monotonic() + PATIENCE
     while len(values(tmp_path / "fs")) < pages:
         assert time.monotonic() < until, "the prompt is not backed up"

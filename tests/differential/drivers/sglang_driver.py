@@ -25,7 +25,8 @@ class Engine(Here):
     def __init__(self, config, weights):
         options = {"config": config, "bounce_bytes": "4MiB", "weights": weights}
         options["deadline"] = config["secondary"][0]["deadline"]
-        self._server, self._shift = Server(mha_pool(), options), sum(weights.encode())
+        self._server = Server(mha_pool(allocator="shm"), options)  # as KVTIERS_CONFIG has it
+        self._shift = sum(weights.encode())
 
     def _pages(self, slots):
         content = self._server.content(slots)

@@ -3,12 +3,19 @@
 LMCache's server starts before any engine has said which model it runs, and serves several. So a client is opened late,
 by a thread of its own: a task that needs it waits as long as its deadline lets it, and is a miss if it is not open by
 then. A kind that cannot be opened is refused with one line, and tried again after a while.
+
+Where LMCache's server has its L1 in shared memory with a name (``--shm-name``), it is the region of each client: tier
+hosts map it, and values pass no bounce row.
 """
 
+import contextlib
+import ctypes
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from kvtiers import Client, OffloadConfig, load_config, open_client
@@ -23,6 +30,7 @@ __all__ = ["Clients"]
 _log = logging.getLogger("kvtiers.lmcache")
 _MOST = 16  # kinds: each has shared memory and tier hosts of its own
 _AGAIN_SECONDS = 30.0
+_SHARED = "/dev/shm/"  # noqa: S108 -- where the kernel names shared memory
 
 
 class _Opening:
@@ -38,11 +46,13 @@ class _Opening:
 class Clients:
     """The clients of an adapter. Any thread. ConfigError at once if the config of the tiers is wrong.
 
-    ``tenants``: finds the tenants of keys, all of which use the same clients.
+    ``l1``: LMCache's description of its L1 (``ptr``, ``size``), None where there is none; it has to outlive the
+    clients. ``tenants``: finds the tenants of keys, all of which use the same clients.
     """
 
-    def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, options: Options, l1: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
+        self._l1 = l1
         self._config: OffloadConfig = load_config(options.config)
         self.tenants = KeyTenants(options, self._config)
         self._clock = clock
@@ -99,15 +109,17 @@ class Clients:
     def _open(self, kind: ObjectKind, opening: _Opening) -> None:
         client = None
         try:
-            client = open_client(
-                self._config,
-                identity_of(kind, self._options),
-                kind.nbytes,
-                bounce_bytes=self._options.bounce_bytes,
-                deadline=self._options.deadline,
-                way_in=f"in LMCache {release()}, objects of {kind.nbytes} bytes",
-                release=f"lmcache {release()}",
-            )
+            with _shared(self._l1) as region:
+                client = open_client(
+                    self._config,
+                    identity_of(kind, self._options),
+                    kind.nbytes,
+                    bounce_bytes=self._options.bounce_bytes,
+                    region=region,
+                    deadline=self._options.deadline,
+                    way_in=f"in LMCache {release()}, objects of {kind.nbytes} bytes",
+                    release=f"lmcache {release()}",
+                )
         except KvtiersError as error:
             opening.error = str(error)
         except Exception as error:  # noqa: BLE001 -- on a thread of its own, and the engine goes on without
@@ -123,3 +135,29 @@ class Clients:
         opening.over.set()
         if client is not None and is_late:
             client.close(0.0)
+
+
+@contextlib.contextmanager
+def _shared(l1: Any) -> Iterator[tuple[int, Any] | None]:
+    """Open the shared memory that L1 lies in; give its descriptor and L1. None where it has no name to be opened by."""
+    path = _name_of(l1.ptr, l1.size) if l1 is not None else ""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
+    except OSError:
+        fd = -1
+    try:
+        yield (fd, (ctypes.c_ubyte * l1.size).from_address(l1.ptr)) if fd >= 0 else None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _name_of(address: int, nbytes: int) -> str:
+    """Return the file of shared memory that all of this memory is one mapping of; "" if there is none."""
+    for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
+        place, access, _, _, _, *rest = line.split(maxsplit=5)
+        start, end = (int(number, 16) for number in place.split("-"))
+        if start <= address and address + nbytes <= end:
+            path = rest[0] if rest else ""
+            return path if access.endswith("s") and path.startswith(_SHARED) else ""
+    return ""

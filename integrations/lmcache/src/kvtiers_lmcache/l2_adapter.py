@@ -63,10 +63,10 @@ class KvtiersL2AdapterConfig(L2AdapterConfigBase):
 class KvtiersL2Adapter(L2AdapterInterface):
     """kvtiers as an L2 adapter of type ``plugin``."""
 
-    def __init__(self, config: KvtiersL2AdapterConfig | Mapping[str, Any], l1_memory_desc: Any = None) -> None:  # noqa: ARG002 -- LMCache's
+    def __init__(self, config: KvtiersL2AdapterConfig | Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         """ConfigError, a line for each problem, if the options or the tiers' config are wrong."""
         options = config.options if isinstance(config, KvtiersL2AdapterConfig) else options_of(config, _WHERE)
-        self._clients = Clients(options)
+        self._clients = Clients(options, l1_memory_desc)
         super().__init__(max_capacity_bytes=options.capacity)
         self._options = options
         self._ledger = Ledger()

@@ -17,6 +17,8 @@ _SGLANGS = frozenset(
     {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}  # the last: added
 )
 _WHERE = "--hicache-storage-backend-extra-config"
+_OTHER_MEMORY = ("SGLANG_HUGEPAGE_SIZE", "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", "HSA_USERPTR_FOR_PAGED_MEM")
+"""Variables by which SGLang makes its pools of memory that no file stands for, or with ROCm should."""
 
 
 class Options(StrictModel):
@@ -33,14 +35,19 @@ class Options(StrictModel):
 
 
 def extra_config(path: str) -> dict[str, Any]:
-    """Return what SGLang is given to load the backend with this config."""
+    """Return what SGLang is given to load the backend with this config.
+
+    Its pools lie in a memfd then, of the same small shared pages as without (``shm``), so that tier hosts can map
+    them; but where the environment says of which other memory they are to be.
+    """
+    others = any(os.environ.get(name) for name in _OTHER_MEMORY)
     return {
         "backend_name": "kvtiers",
         "module_path": "kvtiers_sglang",
         "class_name": "KvtiersHiCache",
         "interface_v1": 1,
         "config": str(Path(path).absolute()),
-    }
+    } | ({} if others else {"allocator": "shm"})
 
 
 def options_of(extra: Mapping[str, Any] | None) -> Options:

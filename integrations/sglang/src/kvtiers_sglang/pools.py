@@ -1,7 +1,10 @@
 """A registered pool: its pages as views of its own memory, and the client of kvtiers' tiers that moves them.
 
 SGLang gives the address and the length of each part of a page (``get_page_buffer_meta``): K and V, one of each layer,
-or one in all, by the pool's layout. No byte is copied here: the client copies once, between pool and bounce rows.
+or one in all, by the pool's layout. No byte is copied here. Where SGLang has made the pool of one memfd (``"allocator":
+"shm"``), it is the client's region: tier hosts map it, and a page passes no bounce row. Small pages do, since a claim
+costs more than their copy (``benchmarks/client.py``), and those in memory that no other process can map: the client
+copies once, between pool and bounce rows.
 """
 
 import ctypes
@@ -19,6 +22,7 @@ from kvtiers_sglang.options import Options, tiers_of
 __all__ = ["Pages", "Pool", "keys_of", "open_pool"]
 
 Part = memoryview
+_LEAST_MAPPED = 256 << 10
 
 
 class Pages:
@@ -88,12 +92,21 @@ def open_pool(name: str, memory: Any, storage: Any, options: Options) -> Pool:
         identity_of(name, memory, pages.sizes, storage, options),
         pages.nbytes,
         bounce_bytes=options.bounce_bytes,
+        region=_region_of(memory) if pages.nbytes >= _LEAST_MAPPED else None,
         deadline=options.deadline,
         way_in=f"in SGLang {release()}, pool {name}",
         release=f"sglang {release()}",
         tenant=options.tenant,
     )
     return Pool(memory, pages, client)
+
+
+def _region_of(memory: Any) -> tuple[int, Any] | None:
+    """Return descriptor and mapping of the memfd that a pool lies in; None where it is of several, or of none."""
+    allocator = getattr(memory, "allocator", None)
+    fds: Sequence[int] = getattr(allocator, "fds", ())
+    mappings: Sequence[Any] = getattr(allocator, "mms", ())
+    return (fds[0], mappings[0]) if len(fds) == len(mappings) == 1 else None
 
 
 def keys_of(names: Sequence[str]) -> list[bytes]:
