@@ -10,8 +10,9 @@ Then what it takes to open a directory of a million values (``--quick``: 100,000
 it.
 
 Last the layout `slab` (``rigs/slab_lanes.py``; alone with ``--slab``): beside fio with O_DIRECT at its best depth,
-beside `preadv`, and how long a reader waits while another process evicts and deletes a million values (``--quick``:
-20,000).
+beside `preadv`, and how long a reader waits while another process evicts and deletes a million values, in one round
+(alone with ``--delays``; ``--quick``: 20,000 in three), and with `files` beside 100,000. The goals are for values of
+1 MiB and more; smaller ones show what finding each of them costs.
 """
 
 import json
@@ -55,7 +56,9 @@ GOAL_SHARE_OF_PLAIN = 0.8
 GOAL_FROM_BYTES = 1 << 20
 GOAL_OPEN_MS = 100.0
 OPENINGS = 7
-SLAB_SIZES = [1 << 20, 4 << 20]
+SLAB_SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20]
+MANY, FEW, FILES = 1_000_000, 20_000, 100_000
+FEW_ROUNDS = 3
 GOAL_SHARE_OF_DRIVE = 0.95
 GOAL_SHARE_OF_PREADV = 0.9
 # Of the same reader beside a process that writes as much and evicts nothing: what that costs is the machine's.
@@ -278,17 +281,24 @@ def goals_of(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return goals
 
 
-def slab_goals(slab: dict[str, Any]) -> list[dict[str, Any]]:
+def slab_goals(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     goals = []
     for what, goal, peer in (
         ("write_cold", GOAL_SHARE_OF_DRIVE, "the drive, by fio"),
         ("read_cold", GOAL_SHARE_OF_DRIVE, "the drive, by fio"),
         ("read_hot", GOAL_SHARE_OF_PREADV, "preadv"),
     ):
-        shares = {format_size(size["value_bytes"]): size["shares"][what] for size in slab["sizes"]}
-        found = at_least(f"slab, {what.replace('_', ', ')}, as a share of {peer}", min(shares.values()), goal)
-        goals.append(found | {"by_size": shares})
-    delays = slab["delays"]["slab"]
+        worst = min(size["shares"][what] for size in sizes if size["value_bytes"] >= GOAL_FROM_BYTES)
+        name = (
+            f"slab, {what.replace('_', ', ')}, as a share of {peer}, values of {format_size(GOAL_FROM_BYTES)} and more"
+        )
+        by_size = {format_size(size["value_bytes"]): size["shares"][what] for size in sizes}
+        goals.append(at_least(name, worst, goal) | {"by_size": by_size})
+    return goals
+
+
+def delay_goals(delays: dict[str, Any]) -> list[dict[str, Any]]:
+    goals = []
     for what in ("evicts", "deletes"):
         times = delays[what]["p99_us"] / delays["writes"]["p99_us"]
         name = f"slab, a reader's p99 while another {what}, times that while it writes and evicts nothing"
@@ -297,16 +307,20 @@ def slab_goals(slab: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def report_slab(slab: dict[str, Any]) -> None:
-    print("layout slab; GB/s past the page cache (cold) and in it (hot), beside the drive and preadv")
+    if slab["sizes"]:
+        print("layout slab; GB/s past the page cache (cold) and in it (hot), beside the drive and preadv")
     for size in slab["sizes"]:
         rates = ", ".join(f"{name} {rate:.2f}" for name, rate in size["gb_per_s"].items())
         print(f"  {format_size(size['value_bytes'])}: {rates}; {size['peers']}")
     for layout, delays in slab["delays"].items():
         parts = [
-            f"{what} {part['p50_us']:.0f}/{part['p99_us']:.0f} ({part['misses']} of {part['reads']} missed)"
-            for what, part in delays.items()
+            f"{what} {part['p50_us']:.0f}/{part['p99_us']:.0f} ({part['misses']} of {part['reads']} missed"
+            + (f"; {part['gone']:,.0f} went)" if part.get("gone", 0) > 0 else ")")
+            for what, part in delays["readers"].items()
         ]
-        print(f"  {layout}, {slab['values']:,} values: a reader's p50/p99 in us, alone and beside: {'; '.join(parts)}")
+        print(
+            f"  {layout}, {delays['values']:,} values: a reader's p50/p99 in us, alone and beside: {'; '.join(parts)}"
+        )
 
 
 def report(found: dict[str, Any]) -> None:
@@ -331,30 +345,38 @@ def main() -> None:
     parser = options_of(__doc__, "fewer bytes and rounds")
     parser.add_argument("--path", type=Path, help="a folder on the disk to measure (the one for temporary files)")
     parser.add_argument("--slab", action="store_true", help="only the layout slab")
+    parser.add_argument("--delays", action="store_true", help="only a reader's delays, with the layout slab")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     total, rounds = (64 << 20, 3) if options.quick else (128 << 20, 5)
-    values = 20_000 if options.quick else 1_000_000
     with tempfile.TemporaryDirectory(dir=options.path, prefix="kvtiers-bench-") as top:
         kind = subprocess.run(["stat", "-f", "-c", "%T", top], capture_output=True, text=True, check=True).stdout
         folder = Path(top, "disk")
         folder.mkdir()
         found: dict[str, Any] = {"path": str(Path(top).parent), "file_system": kind.strip(), "goals": []}
-        if not options.slab:
+        is_whole = not (options.slab or options.delays)
+        if is_whole:
             found["sizes"] = [measure(folder, nbytes, total, rounds) for nbytes in SIZES]
-            start = found["start"] = start_cost(folder, 100_000 if options.quick else 1_000_000)
+            start = found["start"] = start_cost(folder, 100_000 if options.quick else MANY)
             found["goals"] = goals_of(found["sizes"])
             name = f"ms to open a directory of {start['values']:,} values"
             found["goals"].append(at_most(name, 1e3 * start["open_s"], GOAL_OPEN_MS))
-        layouts = ("slab",) if options.quick else ("slab", "files")
-        slab = found["slab"] = {
-            "sizes": [measure_slab(folder, nbytes, 2 * total, 2 * rounds) for nbytes in SLAB_SIZES],
-            "delays": {layout: measure_delays(folder, layout, values) for layout in layouts},
-            "values": values,
-        }
-        found["goals"] += slab_goals(slab)
-    say(found, report_slab_alone if options.slab else report, as_json=options.json)
+        sizes = [] if options.delays else [measure_slab(folder, n, 2 * total, 2 * rounds) for n in SLAB_SIZES]
+        delays = measure_layouts(folder, is_quick=options.quick, with_files=not options.delays)
+        found["slab"] = {"sizes": sizes, "delays": delays}
+        found["goals"] += (slab_goals(sizes) if sizes else []) + delay_goals(delays["slab"]["readers"])
+    say(found, report if is_whole else report_slab_alone, as_json=options.json)
+
+
+def measure_layouts(folder: Path, *, is_quick: bool, with_files: bool) -> dict[str, dict[str, Any]]:
+    """Return a reader's delays with each layout, and beside how many values."""
+    if is_quick:
+        return {"slab": {"values": FEW, "readers": measure_delays(folder, "slab", FEW, FEW_ROUNDS)}}
+    counts = {"slab": MANY} | ({"files": FILES} if with_files else {})
+    return {
+        name: {"values": count, "readers": measure_delays(folder, name, count, 1)} for name, count in counts.items()
+    }
 
 
 def report_slab_alone(found: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ file is written once before, and the slab has gone through all of its segments. 
 cache, beside `preadv` of the same places into the same memory by as many threads. Batches and threads are those of a
 tier host.
 
-Run as a program this is the other process of the delays: it writes, or deletes, so many values of a page.
+Run as a program this is the other process of the delays: it writes, or deletes, so many values of a page, in batches as
+a tier host does.
 """
 
 import json
@@ -38,7 +39,6 @@ JOBS = (1, 4, 8, 16)
 QUEUES = (8, 32)
 WARMING = 3  # rounds, by which each segment has been used
 READ_BYTES, READ_VALUES = 64 << 10, 32
-DELAY_ROUNDS = 3
 
 
 def open_store(path: Path, layout: str, capacity: int, *, direct: Any = "cold", value_bytes: int = PAGE) -> ChunkStore:
@@ -161,7 +161,7 @@ def measure_slab(folder: Path, nbytes: int, total: int, rounds: int) -> dict[str
 # -- a reader's delay
 
 
-def measure_delays(folder: Path, layout: str, values: int, rounds: int = DELAY_ROUNDS) -> dict[str, Any]:
+def measure_delays(folder: Path, layout: str, values: int, rounds: int) -> dict[str, Any]:
     """Return a reader's percentiles, in us: alone, and while another process writes, evicts, deletes so many.
 
     Each is the least of some rounds: other programs of the machine make it longer, and nothing makes it shorter.
@@ -185,6 +185,7 @@ def _one_round(path: Path, layout: str, values: int) -> dict[str, dict[str, floa
             mode = "delete" if what == "deletes" else "write"
             command = [sys.executable, __file__, str(path), layout, str(capacity), mode, str(first), str(values)]
             other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            before = _living(store)
             with other:
                 assert other.stdin is not None
                 assert other.stdout is not None
@@ -192,8 +193,14 @@ def _one_round(path: Path, layout: str, values: int) -> dict[str, dict[str, floa
                 other.stdin.close()
                 found[what] = _delays(store, names, memory, lambda other=other: other.poll() is None)
             assert other.returncode == 0
+            found[what]["gone"] = before + (values if mode == "write" else 0) - _living(store)
     shutil.rmtree(path)
     return found
+
+
+def _living(store: ChunkStore) -> int:
+    """Return how many values a slab has; of files it is a hint, and 0 stands for it."""
+    return store.slab.segments.totals().values if isinstance(store, SlabStore) else 0
 
 
 def _delays(
@@ -226,12 +233,26 @@ def main(path: str, layout: str, capacity: str, mode: str, first: str, count: st
             batch = names[start : start + BATCH_VALUES]
             if mode == "delete":
                 store.delete(batch)
-                continue
-            for name in batch:
-                try:
-                    store.write(name, memory)
-                except StoreFull:
-                    time.sleep(0.001)
+            else:
+                _write(store, batch, memory)
+
+
+def _write(store: ChunkStore, names: Sequence[str], memory: memoryview) -> None:
+    """Write all of them, waiting for room."""
+    if isinstance(store, SlabStore):
+        while names:
+            kept = store.write_many(names, [memory] * len(names))
+            names = [name for name, is_kept in zip(names, kept, strict=True) if not is_kept]
+            if names:
+                time.sleep(0.001)
+        return
+    for name in names:
+        while True:
+            try:
+                store.write(name, memory)
+                break
+            except StoreFull:
+                time.sleep(0.001)
 
 
 if __name__ == "__main__":

@@ -471,8 +471,6 @@ def azure_tier(_folder, _s3):
     with servers.Azurite() as server:
         container = servers.new_container(server.endpoint)
         account = {"account": servers.ACCOUNT, "account_key": servers.ACCOUNT_KEY}
-        # On a busy machine Azurite fails a request now and then; a store that is not tried again would be missing.
-        account["retries"] = 2
         calls = servers.get_blob, servers.put_blob, servers.delete_blob
         blobs = EmulatedObjects((server.endpoint, container), *calls)
         yield {"endpoint": server.endpoint, "container": container, **account}, lambda _: blobs

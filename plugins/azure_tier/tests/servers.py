@@ -89,6 +89,11 @@ class Azurite:
                 raise RuntimeError(f"Azurite does not start: {Path(self._folder, 'output').read_text()[-2000:]}")
             time.sleep(0.02)
 
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def stop(self) -> None:
         """End it, and all connections to it. It writes its index then: killed, it forgets what is newer than 5 s."""
         if self._process is not None:

@@ -1,6 +1,9 @@
 """The store itself, on Azurite: what all tiers by obstore promise, and what is Azure's own."""
 
+import signal
 import ssl
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import trustme
@@ -53,6 +56,23 @@ class TestAzureStore(StoreTests):
                 AzureStore(config)
             server.start()
             assert read(store, "a") == bytes([7]) * 4096
+
+    def test_a_connection_that_the_server_is_about_to_close_is_not_used(self, opened):
+        # Azurite closes a connection that was idle for 6 s. Stopped meanwhile, it does so when it goes on, before it
+        # looks at what has come in: a request on that connection would be cut off.
+        with Azurite() as server:
+            where = {"account": "devstoreaccount1", "endpoint": server.endpoint, "account_key": ACCOUNT_KEY}
+            store = opened(AzureConfig(type="azure", container=new_container(server.endpoint), **where))
+            store.write("a", value(1))
+            time.sleep(1)  # time to set its clock
+            server.send(signal.SIGSTOP)
+            time.sleep(5.5)
+            with ThreadPoolExecutor(1) as pool:
+                writing = pool.submit(store.write, "a", value(2))
+                wait([writing], timeout=0.5)  # time to send it
+                server.send(signal.SIGCONT)
+                writing.result()
+            assert read(store, "a") == bytes([2]) * 4096
 
 
 # -- who asks

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,19 @@ def test_a_machine_that_hangs_costs_its_values_and_the_timeout(config, contribut
         owner.resume()
         tier.step_until(lambda: tier.load([keys[late[0] - 32]], [0]).success, "the machine is read again")
         assert [tier.payload(row) for row in late] == others
+
+
+def test_values_are_read_and_written_after_a_pause(config):
+    """The library's TCP transport has refused all transfers after a pause of five seconds, for a minute and more."""
+    keys = [key_of(i) for i in range(32)]
+    with hosted(config) as tier:
+        tier.wait_open()
+        payloads = [tier.fill(row, row + 1) for row in range(32)]
+        assert tier.store(keys[:16], range(16)).success
+        time.sleep(7)
+        assert tier.store(keys[16:], range(16, 32)).success
+        assert tier.load(keys, range(32, 64)).success
+        assert [tier.payload(row) for row in range(32, 64)] == payloads
 
 
 def test_nothing_is_left_after_hosts_that_ended_or_were_killed(config):

@@ -13,6 +13,9 @@ __all__ = ["NO_RETRIES", "ConnectionOptions", "client_options", "read_certificat
 
 NO_RETRIES: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(0)}
 """Core retries, inside its deadline; obstore would wait beside it."""
+# A server that closes an idle connection cuts off a request that was sent at this moment. Node and Apache wait for 5 s,
+# gateways and the clouds for longer; the HTTP client would keep connections for 90.
+_IDLE_SECONDS = 4.0
 
 
 class ConnectionOptions(Protocol):
@@ -40,6 +43,7 @@ def client_options(
         "connect_timeout": timedelta(seconds=options.connect_timeout),
         "timeout": timedelta(seconds=options.timeout),
         "pool_max_idle_per_host": str(options.connections),
+        "pool_idle_timeout": timedelta(seconds=_IDLE_SECONDS),
         "user_agent": user_agent,
     }
     if certificates:
