@@ -437,7 +437,7 @@ def test_a_request_costs_the_same_look_ups_however_many_chunks_are_resident():
 @pytest.mark.parametrize("length", [1, 4, 20])
 def test_what_is_known_takes_the_memory_that_is_stated(length, session):
     """By chunk and by run: prompts of one chunk are a run each."""
-    capacity = 1000
+    capacity = 300
     policy = make_policy("turn-hazard", capacity, lambda: 0.0)
     tracemalloc.start()
     try:
