@@ -7,7 +7,8 @@ Traces: conversation and synthetic, in Mooncake's format, from the folder that K
 conversations about source code that ``kvtiers replay`` makes. Sizes: 1, 2, 5, 10 and 20 % of a trace's unique full
 blocks. The real primary serves one request after the other, as ``kvtiers plan`` does without secondary tiers. The time
 is that of all calls of a policy, at sizes where about 100,000 chunks are known. ``--quick``: fewer requests and sizes,
-with other goals, since a policy that learns has seen less; about 20 s.
+with other goals, since a policy that learns has seen less; about 20 s. ``--batch``: how many examples and ranks
+turn-hazard computes together, for the trade-off between its time and its hits.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 from lib.results import at_least, at_most, options_of, say
 
 from kvtiers.primary.eviction import BUILT_IN, EvictionPolicy, make_policy
+from kvtiers.primary.eviction.turn_hazard import ages
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.types import RequestHints
 from kvtiers_replay.code_workload import code_workload
@@ -162,6 +164,7 @@ def cost(trace: PlanTrace, name: str) -> dict[str, float]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything."""
     policies = [*BUILT_IN, *(options.policy or ())]
+    ages._BATCH = options.batch  # noqa: SLF001 -- not an option: it is worth little
     cells, costs = [], {}
     for name in TRACES:
         trace = trace_of(name, quick=options.quick)
@@ -292,6 +295,7 @@ def main() -> None:
     parser = options_of(__doc__, "fewer requests and sizes")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the hits as .svg")
     parser.add_argument("--policy", action="append", metavar="NAME", help="an installed policy besides ours")
+    parser.add_argument("--batch", type=int, default=ages._BATCH, help="of turn-hazard")  # noqa: SLF001 -- see run
     options = parser.parse_args()
     if "KVTIERS_TRACES" not in os.environ:
         parser.error("KVTIERS_TRACES names no folder; it has to have Mooncake's traces, gzipped")

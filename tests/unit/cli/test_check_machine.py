@@ -66,6 +66,23 @@ def test_a_machine_that_has_everything_is_well(machine):
         assert word in text
 
 
+def test_where_another_policy_would_pay_and_which_prompts_exceed_the_budgets_is_said(machine):
+    tier = {"type": "memory", "capacity": "1GiB"}
+    text = "\n".join(finding.text for finding in examine(config("100GiB", (tier,)), machine()))
+    assert (
+        "'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for, up to 7 points"
+        in text
+    )
+    assert "7 GPU seconds of each million prompt tokens" in text
+    assert (
+        "budgets: 25GiB of the primary for each tier's transfers, 50GiB for all tiers together; prompts with more"
+        in text
+    )
+    learning = "\n".join(finding.text for finding in examine(config(eviction="turn-hazard"), machine()))
+    assert "turn-hazard" not in learning
+    assert "budgets: " not in learning, "no tier pins anything"
+
+
 def test_more_capacity_than_available_memory_is_an_error(machine):
     (finding,) = bad(examine(config("65GiB"), machine()))
     assert finding.level == "error"

@@ -14,14 +14,13 @@ from kvtiers.config.models import BudgetConfig, PrimaryConfig
 from kvtiers.config.yaml_text import parse_yaml
 from kvtiers.plugins import load_tier
 from kvtiers_vllm.own_tiering.options import OPTIONS_KEY, load_tier_options
-from kvtiers_vllm.own_tiering.tier_names import PREFIX
+from kvtiers_vllm.own_tiering.tier_names import PREFIX, policy_name
 from kvtiers_vllm.stack.options import CONFIG_KEY, CONNECTOR_NAME, load_stack_config
 
 __all__ = ["NO_CONFIG", "stack_config", "transfer_config", "vllm_config"]
 
 NO_CONFIG = "no-config:see-the-error-of-kvtiers-vllm-config"
 """Printed instead of a config: vLLM reads an empty argument as "no connector", and refuses this one."""
-_EVICTION = {"lru", "arc"}  # those that vLLM has under the same names
 
 
 @click.command(
@@ -75,7 +74,7 @@ def transfer_config(
     extra: dict[str, Any] = {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": config.primary.capacity,
-        "eviction_policy": config.primary.eviction,
+        "eviction_policy": policy_name(config.primary.eviction),
     }
     tiers = [dict(entry) for entry in document.get("secondary") or ()]
     extra["secondary_tiers"] = [
@@ -128,11 +127,6 @@ def _primary_problems(config: OffloadConfig) -> list[str]:
         for name, field in PrimaryConfig.model_fields.items()
         if name not in {"capacity", "eviction"} and getattr(config.primary, name) != field.default
     ]
-    if config.primary.eviction not in _EVICTION:
-        problems.append(
-            f"primary.eviction: vLLM's own primary has lru and arc, not {config.primary.eviction!r}; "
-            "the whole stack has it (--whole-stack)"
-        )
     if config.budgets != BudgetConfig():
         problems.append("budgets: vLLM's own primary has none; leave them out")
     problems += [

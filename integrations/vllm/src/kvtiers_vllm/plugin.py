@@ -1,8 +1,9 @@
 """vLLM's general plugin: registers kvtiers in each of vLLM's processes at its start.
 
-Every installed tier is registered as ``kvtiers-<type>``, the whole stack as the connector ``KvtiersConnector``. Nothing
-is imported but vLLM's registries, its arguments and its executor; the rest is loaded when a config names it. The
-functions of vLLM's start that kvtiers wraps (``compat``) are wrapped here.
+Every installed tier is registered as ``kvtiers-<type>``, every eviction policy that vLLM has not as ``kvtiers-<name>``,
+the whole stack as the connector ``KvtiersConnector``. Nothing is imported but vLLM's registries, its arguments and its
+executor; the rest is loaded when a config names it. The functions of vLLM's start that kvtiers wraps (``compat``) are
+wrapped here.
 """
 
 import contextlib
@@ -12,10 +13,10 @@ from collections.abc import Callable
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import StartError
-from kvtiers.plugins import installed_tiers
+from kvtiers.plugins import EVICTION_GROUP, installed_names, installed_tiers
 from kvtiers_vllm import compat
 from kvtiers_vllm.engine_args import examine_config, prepare_engine_args
-from kvtiers_vllm.own_tiering.tier_names import PREFIX
+from kvtiers_vllm.own_tiering.tier_names import OUR_POLICIES, PREFIX
 from kvtiers_vllm.stack.memory import begin_memory_of
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, VARIABLE
 
@@ -23,12 +24,13 @@ __all__ = ["register"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _TIERS = "kvtiers_vllm.own_tiering.tier"
+_POLICIES = "kvtiers_vllm.own_tiering.cache_policy"
 _SPEC = "kvtiers_vllm.stack.spec"
 _CONNECTOR = "kvtiers_vllm.stack.connector"
 
 
 def register() -> None:
-    """Register all tiers and the whole stack.
+    """Register all tiers, eviction policies, and the whole stack.
 
     Raises only where ``KVTIERS_CONFIG`` is set and cannot be followed: a vLLM that does not use kvtiers must not notice
     it, and one that is to use it must not serve without. One that is to use it by an argument is refused when that is
@@ -48,11 +50,24 @@ def register() -> None:
     _log_like_vllm()
     for name in dict.fromkeys(entry.name for entry in installed_tiers()):
         _register(SecondaryTierFactory.register_tier, f"{PREFIX}{name}", _TIERS, "KvtiersTier")
+    _register_policies()
     _register(OffloadingSpecFactory.register_spec, SPEC_NAME, _SPEC, SPEC_NAME)
     _register(KVConnectorFactory.register_connector, CONNECTOR_NAME, _CONNECTOR, CONNECTOR_NAME)
     _wrap(lambda: compat.wrap_factory(KVConnectorFactory, version))
     _wrap(lambda: _follow_engine_args(version), wanted=wanted)
     _begin_memory_early(version)
+
+
+def _register_policies() -> None:
+    """Register eviction policies, where vLLM calls its own with what a whole request has used: from 0.31 on."""
+    try:
+        from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+        from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+    except ImportError:
+        return
+    if hasattr(CachePolicy, "on_request_finished"):
+        for name in dict.fromkeys([*OUR_POLICIES, *installed_names(EVICTION_GROUP)]):
+            _register(CachePolicyFactory.register_cache_policy, f"{PREFIX}{name}", _POLICIES, name)
 
 
 def _follow_engine_args(version: str) -> None:

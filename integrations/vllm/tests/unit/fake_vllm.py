@@ -199,6 +199,33 @@ class SecondaryTierFactory:
         _register(cls.registered, name, module_path, class_name)
 
 
+class CachePolicy:
+    """What vLLM's primary asks which chunk leaves, from 0.31 on."""
+
+    def __init__(self, cache_capacity):
+        self.cache_capacity = cache_capacity
+
+    def on_request_finished(self, key_groups, insertion_only_keys, reused_keys, req_context):
+        raise NotImplementedError
+
+
+class OldCachePolicy:
+    """The same in 0.30, which says nothing of a request's end."""
+
+
+class CachePolicyFactory:
+    registered: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_cache_policy(cls, name, module_path, class_name):
+        _register(cls.registered, name, module_path, class_name)
+
+
+def order_request_keys(key_groups, req_context):
+    """Return the keys of all groups in the order of their places in the prompt."""
+    return sorted((key for keys in key_groups for key in keys), key=req_context.get_offload_key_position)
+
+
 def _register(registered: dict[str, tuple[str, str]], name: str, module: str, kind: str) -> None:
     if name in registered:
         raise ValueError(f"{name} is already registered")
@@ -240,6 +267,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": KVConnectorFactory},
     "vllm.v1.kv_offload.factory": {"OffloadingSpecFactory": OffloadingSpecFactory},
     "vllm.v1.kv_offload.tiering.factory": {"SecondaryTierFactory": SecondaryTierFactory},
+    "vllm.v1.kv_offload.cpu.policies.base": {"CachePolicy": CachePolicy, "order_request_keys": order_request_keys},
+    "vllm.v1.kv_offload.cpu.policies.factory": {"CachePolicyFactory": CachePolicyFactory},
     "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
     "vllm.config": {"KVTransferConfig": KVTransferConfig},
     "vllm.v1.engine.core": {"EngineCore": EngineCore},
@@ -265,6 +294,7 @@ NAMES = {
         "JobResult",
         "SecondaryTierManager",
     ),
+    "own_tiering.cache_policy": ("CachePolicy", "order_request_keys"),
     "stack.connector": (
         "OffloadingConnectorMetadata",
         "OffloadingWorkerMetadata",
@@ -311,7 +341,7 @@ def install(monkeypatch: Any, version: str = "0.32.0", without: str = "") -> Non
         for wrapped in (EngineCore, EngineArgs, Executor, KVConnectorFactory):
             if wrapped.__name__ in part.__dict__:
                 part.__dict__[wrapped.__name__] = fresh(wrapped)
-    for factory in (KVConnectorFactory, OffloadingSpecFactory, SecondaryTierFactory):
+    for factory in (KVConnectorFactory, OffloadingSpecFactory, SecondaryTierFactory, CachePolicyFactory):
         factory.registered.clear()
     for part, module in modules.items():
         monkeypatch.setitem(sys.modules, part, module)

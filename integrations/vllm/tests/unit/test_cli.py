@@ -69,6 +69,12 @@ def test_the_engine_reads_from_it_what_the_file_says(run):
     assert tiers == [("near", 3 << 30, 30.0), ("far", 2 << 30, 3.0)]
 
 
+@pytest.mark.parametrize(("name", "vllms"), [("lru", "lru"), ("arc", "arc"), ("turn-hazard", "kvtiers-turn-hazard")])
+def test_a_policy_that_vllm_lacks_is_named_as_kvtiers_registers_it(run, name, vllms):
+    extra = json.loads(run(TIERS.replace("arc", name), "--json").stdout)["kv_connector_extra_config"]
+    assert extra["eviction_policy"] == vllms
+
+
 def test_encryption_is_carried_over_and_never_left_out(run, monkeypatch):
     monkeypatch.setenv("KV_KEY", base64.b64encode(bytes(range(9, 41))).decode())
     text = TIERS + "  - {type: memory, name: clear, capacity: 1MiB, encrypt: false}\nencryption: {key: {env: KV_KEY}}\n"

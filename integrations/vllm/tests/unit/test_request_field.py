@@ -1,11 +1,13 @@
 """The field ``kvtiers`` of a request: what is read, and that anything else is a count and one clipped line."""
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
-from kvtiers.types import RequestContext
+from kvtiers.types import RequestContext, RequestHints, request_hints
+from kvtiers_vllm.never_raise import BugCount
 from kvtiers_vllm.request_field import FIELD, NEED_OWN_PRIMARY, RequestField
 from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.keys import GroupKeys, RequestKeys
@@ -112,3 +114,31 @@ def test_a_prompt_is_prefetched_and_kept_as_a_whole_when_its_request_comes(monke
         manager._follow_hints(context, keys)
         assert called == [(name, prompt, context) for name in names]
         called.clear()
+
+
+def test_a_requests_hints_and_the_length_that_vllm_says_of_its_answer_reach_the_manager(monkeypatch):
+    module = fake_vllm.load(monkeypatch, "stack.manager", "0.32.0")
+    digests = AdapterDigests()
+    manager, called = object.__new__(module.KvtiersManager), []
+    manager.requests = RequestBook({}, Weights("w", lambda: "", lambda: 0), digests, lookup_wait=0.02)
+    manager.bugs = BugCount("test")
+    manager._answered_for, manager._asked = None, set()
+    manager.pipelined = SimpleNamespace(drop=lambda request: None)
+    manager._manager = SimpleNamespace(
+        lock=nullcontext(),
+        takes_requests=False,
+        on_request_finished=lambda context, tokens: called.append((request_hints(context.params), tokens)),
+    )
+    for params, tokens in (({"session": "s", "expects_turn_in": 3}, 7), ({"session_ends": True}, 0), (None, 5)):
+        shown = SimpleNamespace(request_id="r", block_hashes=[], lora_request=None, cache_salt=None)
+        shown.num_output_tokens = tokens
+        manager.requests.show(shown)
+        manager.requests.open("r", params)
+        manager.on_request_finished(SimpleNamespace(req_id="r"))
+    digests.close()
+    assert called == [
+        (RequestHints("s", expects_turn_in=3.0), 7),
+        (RequestHints(session_ends=True), 0),
+        (RequestHints(), 5),
+    ]
+    assert manager.bugs._bugs == 0

@@ -140,6 +140,32 @@ def test_a_wish_is_answered_with_the_smallest_sizes(run, trace):
     assert float(row[2].split()[0]) >= 60
 
 
+def test_whether_turn_hazard_would_pay_is_said_where_the_primary_is_scarce_with_points_and_gpu_seconds(run, trace):
+    arguments = ["plan", "--trace", trace, "--primary", "2%,10%,100%", "--prefill-speed", "5000"]
+    line = run(*arguments).stdout.splitlines()[-1]
+    data = json.loads(run(*arguments, "--json").stdout)
+    assert [round(change["primary"]["chunks"] / data["unique_chunks"], 2) for change in data["other_policy"]] == [
+        0.02,
+        0.1,
+    ]
+    for change in data["other_policy"]:
+        assert (change["policy"], change["instead_of"]) == ("turn-hazard", "lru")
+        tokens = change["points"] / 100 * data["references"] * 512
+        assert change["gpu_seconds"] == pytest.approx(tokens / 5000)
+    best = max(data["other_policy"], key=lambda change: change["points"])
+    if best["points"] < 0.3:
+        assert line == f"'primary.eviction: turn-hazard' would not pay: {best['points']:+.1f} points over lru at best."
+    else:
+        assert line.startswith(
+            "'primary.eviction: turn-hazard' instead of lru, in points of hits by size of the primary: "
+        )
+        assert line.endswith(
+            f"At best {best['gpu_seconds']:,.0f} GPU seconds of prefill over this trace, at 5,000 tokens/s."
+        )
+    plenty = run("plan", "--trace", trace, "--primary", "100%").stdout
+    assert "turn-hazard" not in plenty
+
+
 @pytest.mark.parametrize(
     ("wish", "text"),
     [("60%", "No case reaches 60.0 %."), ("99.9%", "No case reaches 99.9 %; an infinite cache hits ")],

@@ -88,8 +88,8 @@ def _eviction(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # 
         yield Finding(
             "ok",
             "eviction: lru; 'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for, "
-            "up to 7 points of hits on a chat: 'record' the requests, and 'kvtiers plan --trace' says how many points "
-            "and GPU seconds",
+            "up to 7 points of hits on a chat, which are 7 GPU seconds of each million prompt tokens at 10,000 "
+            "tokens/s: 'record' the requests, and 'kvtiers plan --trace' says how many of both it would be",
         )
 
 

@@ -1,12 +1,20 @@
-"""vLLM's names for kvtiers' tiers under its own tiering. Every process of every vLLM has this module."""
+"""vLLM's names for kvtiers' tiers and eviction policies under its own tiering. Every vLLM process has this module."""
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PREFIX", "tier_names"]
+__all__ = ["OUR_POLICIES", "PREFIX", "policy_name", "tier_names"]
 
 PREFIX = "kvtiers-"
-"""In front of a tier's type, in vLLM's names for tiers."""
+"""In front of a tier's type, in vLLM's names for tiers, and of an eviction policy's name."""
+OUR_POLICIES = ("turn-hazard",)
+"""kvtiers' own eviction policies that vLLM has not."""
+_VLLMS_POLICIES = ("lru", "arc")
+
+
+def policy_name(name: str) -> str:
+    """Return vLLM's name for the eviction policy that a config calls so."""
+    return name if name in _VLLMS_POLICIES else f"{PREFIX}{name}"
 
 
 def tier_names(extra_config: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from kvtiers.control import ControlSocket
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.metrics import (
+    BUDGET_FIGURES,
     PRIMARY_HELP,
     TIER_HELP,
     WHAT_IF_COUNTERS,
@@ -27,13 +28,15 @@ from kvtiers_vllm.plugin_figures import Types, plugin_values
 __all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
 
 _TIER_COUNTERS = COUNTERS | described(
-    "kvtiers_tier_", TIER_HELP, "hits", "dropped_promotions", "budget_misses", "declined_cascades", "missed_cascades"
-)
+    "kvtiers_tier_", TIER_HELP, "hits", "dropped_promotions", "budget_misses", "declined_cascades", "missed_cascades",
+    *BUDGET_FIGURES,
+)  # fmt: skip
 _TIER_GAUGES = GAUGES | described("kvtiers_tier_", TIER_HELP, "pinned_rows", "out_of_use")
 _TIER_NAMES = dict.fromkeys((*_TIER_COUNTERS, *_TIER_GAUGES))
 _ENGINE_COUNTERS = described(
     "kvtiers_", help_texts(EngineMetrics),
-    "lookups", "primary_hits", "stored_chunks", "refused_stores", "wait_expired", "recomputed_cheaper",
+    "lookups", "primary_hits", "stored_chunks", "refused_stores", "declined_stores", "dropped_dirty", "wait_expired",
+    "recomputed_cheaper",
     "failed_gpu_stores", "failed_gpu_loads", "engine_seconds", "event_batches", "event_chunks",
     "dropped_event_chunks", "replayed_event_batches", "prefetched_chunks", "dropped_prefetches",
 )  # fmt: skip

@@ -1,0 +1,151 @@
+"""kvtiers' eviction policies as cache policies of vLLM: which chunk leaves vLLM's own primary under its own tiering.
+
+vLLM calls a policy when a transfer of a chunk begins and ends, and, with all that a request has used, when the request
+ends. So a chunk becomes known to ours at the end of the request that has stored it, in the order of the prefix, head
+first; until then it is evicted only where nothing else can be::
+
+    insert -> unnamed  --its request ends, or nothing else can be evicted-->  known to the policy
+
+vLLM stores all that is offered, so ``worth_storing`` is not asked. vLLM gets a class for each policy by its name:
+``getattr`` of this module.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+from vllm import __version__ as vllm_version
+
+from kvtiers.api import OffloadKey
+from kvtiers.primary.eviction import make_policy
+from kvtiers.types import NO_HINTS, request_hints
+from kvtiers_vllm.never_raise import BugCount, never_raises
+from kvtiers_vllm.own_tiering.tier_names import PREFIX
+from kvtiers_vllm.releases import release_of
+
+try:
+    from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, order_request_keys
+except ImportError:
+    release_of(vllm_version)  # one that is not supported is refused by its name, not by that of what it lacks
+    raise
+
+__all__ = ["KvtiersCachePolicy"]
+
+
+def __getattr__(name: str) -> "type[KvtiersCachePolicy]":
+    """Return the class that evicts by the policy of this name."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return type(f"{PREFIX}{name}", (KvtiersCachePolicy,), {"policy_name": name})
+
+
+class KvtiersCachePolicy(CachePolicy):
+    """The chunks of vLLM's primary, which leave as the policy called ``policy_name`` says.
+
+    vLLM changes ``ref_cnt`` of a chunk: 0 while it may be evicted, below while it is stored, above while it is read.
+    """
+
+    policy_name: ClassVar[str]
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.bugs = BugCount(f"{PREFIX}{self.policy_name}")
+        self._policy = make_policy(self.policy_name, cache_capacity)
+        self._chunks: dict[OffloadKey, Any] = {}
+        self._unnamed: dict[OffloadKey, None] = {}
+
+    def get(self, key: OffloadKey) -> Any:
+        """Return a chunk; None: it is not here."""
+        return self._chunks.get(key)
+
+    def insert(self, key: OffloadKey, chunk: Any, req_context: Any = None) -> None:
+        """Add a chunk that is about to be stored; vLLM says by which request from 0.33 on."""
+        del req_context
+        self._chunks[key] = chunk
+        self._unnamed[key] = None
+
+    @never_raises(lambda: None)
+    def remove(self, key: OffloadKey) -> None:
+        """Remove a chunk whose store has failed."""
+        del self._chunks[key]
+        if key in self._unnamed:
+            del self._unnamed[key]
+        else:
+            self._policy.remove([key])
+
+    @never_raises(lambda: None)
+    def touch(self, keys: Iterable[OffloadKey], req_context: Any) -> None:
+        """Count a use apart from what a request does."""
+        del req_context
+        known = [key for key in dict.fromkeys(keys) if key in self._chunks and key not in self._unnamed]
+        self._policy.access(known, "")
+
+    @never_raises(lambda: None)
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: Any) -> None:
+        """Handle the absence of chunks that a request is about to store."""
+        self._policy.on_store_miss(list(keys), req_context.req_id)
+
+    @never_raises(lambda: None)
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: Collection[OffloadKey],
+        reused_keys: Collection[OffloadKey],
+        req_context: Any,
+    ) -> None:
+        """Count what a request has used and stored, by the hints among its parameters, and settle its recency."""
+        del insertion_only_keys, reused_keys
+        request_id = req_context.req_id
+        if (hints := request_hints(req_context.kv_transfer_params or {})) is not NO_HINTS:
+            self._policy.hint(request_id, hints)
+        self._name([key for key in order_request_keys(key_groups, req_context) if key in self._chunks], request_id)
+        self._policy.request_finished(request_id)
+
+    @never_raises(lambda: None)
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, Any]] | None:
+        """Evict exactly ``n`` chunks, none of which is protected; None, and no change, if there are fewer."""
+        victims = self._evict(n, protected)
+        if victims is None and self._unnamed:
+            self._name(list(self._unnamed), "")
+            victims = self._evict(n, protected)
+        return None if victims is None else [(key, self._chunks.pop(key)) for key in victims]
+
+    @never_raises(lambda: None)
+    def clear(self) -> None:
+        """Forget everything."""
+        self._chunks.clear()
+        self._unnamed.clear()
+        self._policy.clear()
+
+    @never_raises(lambda: None)
+    def mark_evictable(self, key: OffloadKey) -> None:
+        """Allow a chunk to be evicted."""
+        if key not in self._unnamed:
+            self._policy.mark_evictable([key])
+
+    @never_raises(lambda: None)
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        """Forbid the eviction of a chunk."""
+        if key not in self._unnamed:
+            self._policy.mark_pinned([key])
+
+    def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        spared = [key for key in protected if self._may_leave(key)]
+        if spared:
+            self._policy.mark_pinned(spared)
+        victims = self._policy.evict(count)
+        if spared:
+            self._policy.mark_evictable(spared)
+        return victims
+
+    def _may_leave(self, key: OffloadKey) -> bool:
+        chunk = self._chunks.get(key)
+        return chunk is not None and chunk.ref_cnt == 0 and key not in self._unnamed
+
+    def _name(self, keys: Sequence[OffloadKey], request_id: str) -> None:
+        """Count a use of these chunks, some of which are new to the policy."""
+        new = [key for key in keys if key in self._unnamed]
+        self._policy.access(keys, request_id, new)
+        for key in new:
+            del self._unnamed[key]
+        if idle := [key for key in new if self._may_leave(key)]:
+            self._policy.mark_evictable(idle)

@@ -1,0 +1,286 @@
+"""kvtiers' eviction policies as vLLM's: what leaves its primary, called as its manager calls its own policies."""
+
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kvtiers.primary.eviction import BUILT_IN, TurnHazardPolicy
+from kvtiers_vllm.own_tiering import tier_names
+from kvtiers_vllm.plugin import register
+
+from . import fake_vllm
+
+MODULE = "own_tiering.cache_policy"
+
+
+@dataclass
+class Request:
+    """vLLM's context of a request."""
+
+    req_id: str
+    kv_transfer_params: dict | None = None
+    positions: dict = field(default_factory=dict)
+
+    def get_offload_key_position(self, key):
+        return self.positions[key]
+
+
+def keys_of(path):
+    """A chunk is named after its whole prefix, as a chained hash is."""
+    return [b"/" + path[: end + 1].encode() for end in range(len(path))]
+
+
+class Primary:
+    """vLLM's CPUOffloadingManager, as far as it calls its policy (0.32)."""
+
+    def __init__(self, module, name, capacity):
+        self.capacity = capacity
+        self.policy = getattr(module, name)(capacity)
+        self.here = {}
+        self.used = {}
+
+    def begin(self, name, path, params=None):
+        keys = keys_of(path)
+        request = Request(name, params, {key: place for place, key in enumerate(keys)})
+        self.used[name] = []
+        return request, keys
+
+    def note(self, request, keys):
+        self.used[request.req_id] += [key for key in keys if key not in self.used[request.req_id]]
+
+    def read(self, request, keys):
+        for key in keys:
+            if self.here[key].ref_cnt == 0:
+                self.policy.mark_non_evictable(key)
+            self.here[key].ref_cnt += 1
+        self.note(request, keys)
+
+    def read_ends(self, keys):
+        for key in keys:
+            self.here[key].ref_cnt -= 1
+            if self.here[key].ref_cnt == 0:
+                self.policy.mark_evictable(key)
+
+    def store(self, request, keys):
+        """Return the keys that are stored now; None: there is no room."""
+        new = [key for key in keys if self.policy.get(key) is None]
+        if new:
+            self.policy.on_store_miss(new, request)
+        self.note(request, keys)
+        short = len(new) - (self.capacity - len(self.here))
+        if short > 0:
+            idle = [key for key, chunk in self.here.items() if chunk.ref_cnt == 0 and key not in keys]
+            evicted = self.policy.evict(short, set(keys))
+            assert (evicted is None) == (short > len(idle)), "all that is idle can leave, and nothing else"
+            if evicted is None:
+                return None
+            assert len(evicted) == short
+            for key, chunk in evicted:
+                assert key in idle
+                assert self.here.pop(key) is chunk
+        for key in new:
+            self.here[key] = SimpleNamespace(ref_cnt=-1)
+            self.policy.insert(key, self.here[key])
+        return new
+
+    def stored(self, keys, success=True):
+        for key in keys:
+            if success:
+                self.here[key].ref_cnt = 0
+                self.policy.mark_evictable(key)
+            else:
+                self.policy.remove(key)
+                del self.here[key]
+
+    def end(self, request):
+        self.policy.on_request_finished((tuple(self.used.pop(request.req_id)),), set(), set(), request)
+
+    def serve(self, name, path, params=None):
+        """Serve a whole request; return its prefix hits."""
+        request, keys = self.begin(name, path, params)
+        hits = next((place for place, key in enumerate(keys) if self.policy.get(key) is None), len(keys))
+        self.read(request, keys[:hits])
+        self.read_ends(keys[:hits])
+        if new := self.store(request, keys[hits:]):
+            self.stored(new)
+        self.end(request)
+        return hits
+
+
+@pytest.fixture
+def module(monkeypatch):
+    return fake_vllm.load(monkeypatch, MODULE, "0.32.0")
+
+
+class AgainstManager(RuleBasedStateMachine):
+    """Requests that overlap, over a tree of prefixes, with loads and stores that end later, or fail."""
+
+    def __init__(self, primary):
+        super().__init__()
+        self.primary = primary
+        self.running = {}
+        self.reads, self.writes = [], []
+
+    @rule(path=st.text("ab", min_size=1, max_size=5), number=st.integers(0, 2), ends=st.booleans())
+    def request(self, path, number, ends):
+        if number not in self.running:
+            params = {"session": f"s{number}", "session_ends": ends}
+            self.running[number] = self.primary.begin(f"r{number}", path, params)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def load(self, data):
+        request, keys = self.running[data.draw(st.sampled_from(sorted(self.running)))]
+        ready = [key for key in keys if key in self.primary.here and self.primary.here[key].ref_cnt >= 0]
+        self.primary.read(request, ready)
+        self.reads.append(ready)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), end=st.integers(1, 5), later=st.booleans())
+    def store(self, data, end, later):
+        request, keys = self.running[data.draw(st.sampled_from(sorted(self.running)))]
+        if new := self.primary.store(request, keys[:end]):
+            if later:
+                self.writes.append(new)
+            else:
+                self.primary.stored(new)
+
+    @precondition(lambda self: self.reads)
+    @rule()
+    def a_load_ends(self):
+        self.primary.read_ends(self.reads.pop(0))
+
+    @precondition(lambda self: self.writes)
+    @rule(success=st.booleans())
+    def a_store_ends(self, success):
+        self.primary.stored(self.writes.pop(0), success)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        self.primary.end(self.running.pop(data.draw(st.sampled_from(sorted(self.running))))[0])
+
+    @rule(path=st.text("ab", min_size=1, max_size=9))
+    def touch(self, path):
+        self.primary.policy.touch(keys_of(path), Request("touch"))
+
+    @rule()
+    def reset(self):
+        self.primary.policy.clear()
+        self.primary.here.clear()
+        self.running.clear()
+        self.reads.clear()
+        self.writes.clear()
+
+    @invariant()
+    def nothing_fails_and_every_chunk_is_found(self):
+        assert self.primary.policy.bugs._bugs == 0
+        assert all(self.primary.policy.get(key) is chunk for key, chunk in self.primary.here.items())
+        assert len(self.primary.policy._chunks) == len(self.primary.here)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_what_is_idle_can_leave_and_nothing_else_whatever_happened(module, name):
+    run_state_machine_as_test(
+        lambda: AgainstManager(Primary(module, name, 6)),
+        settings=settings(max_examples=30, stateful_step_count=40, deadline=None),
+    )
+
+
+def sessions_and_scans(module, name):
+    """Return the share of hits of sessions that come back after minutes, among prompts that never do."""
+    primary, now = Primary(module, name, 1000), [0.0]
+    primary.policy._policy.clock = lambda: now[0]
+    hits = requests = 0
+    for turn in range(30):
+        for number in range(60):
+            now[0] += 5.0
+            requests += 1
+            if number % 3:
+                found = primary.serve(f"r{requests}", chr(0x4E00 + number) * 10)
+                hits += found if turn >= 15 else 0
+            else:
+                primary.serve(f"r{requests}", chr(0x5E00 + requests) * 40)
+    assert primary.policy.bugs._bugs == 0
+    return hits / (15 * 40 * 10)
+
+
+def test_what_comes_back_outlives_what_never_does_once_that_is_learnt(module):
+    assert sessions_and_scans(module, "lru") < 0.1
+    assert sessions_and_scans(module, "turn-hazard") > 0.9
+
+
+def test_a_prompt_stored_in_steps_and_read_back_is_one_run_of_its_requests_own_uses(module):
+    primary = Primary(module, "turn-hazard", 100)
+    request, keys = primary.begin("first", "abcdef")
+    for start in (0, 2, 4):
+        primary.stored(primary.store(request, keys[start : start + 2]))
+    assert primary.policy._policy.known == 0, "vLLM has not said yet what the request has used"
+    primary.end(request)
+    assert primary.serve("second", "abcdefgh") == 6
+    (run,) = set(primary.policy._policy._tree.run_of.values())
+    assert (len(run.keys), run.uses) == (8, 2)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_what_a_running_request_has_stored_leaves_where_nothing_else_can(module, name):
+    primary = Primary(module, name, 4)
+    first, keys = primary.begin("first", "abcd")
+    primary.stored(primary.store(first, keys))
+    second, others = primary.begin("second", "xy")
+    assert primary.store(second, others) == others
+    assert list(primary.here) == [*keys[:2], *others]
+    primary.stored(others)
+    primary.end(first)
+    primary.end(second)
+    assert primary.policy.bugs._bugs == 0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_only_a_session_that_ends_has_used_leaves_first(module, ends):
+    primary = Primary(module, "turn-hazard", 10)
+    for name in "acb":
+        primary.serve(name, "s" + name * 3, {"session": name, "session_ends": ends and name == "b"})
+    primary.serve("d", "sdd")
+    assert [key for key in keys_of("sbbb") if key not in primary.here] == (keys_of("sbbb")[-2:] if ends else [])
+
+
+def test_an_error_of_a_policy_refuses_a_store_and_does_not_reach_vllm(module, monkeypatch, caplog):
+    primary = Primary(module, "turn-hazard", 4)
+    primary.serve("a", "abcd")
+
+    def broken(*_args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(TurnHazardPolicy, "evict", broken)
+    monkeypatch.setattr(TurnHazardPolicy, "access", broken)
+    assert primary.policy.evict(1, set()) is None
+    assert primary.policy.touch(keys_of("a"), Request("r")) is None
+    assert "kvtiers-turn-hazard: evict failed (1 times so far); a bug of kvtiers" in caplog.text
+
+
+def test_every_policy_that_vllm_lacks_is_registered_by_a_name_that_vllm_config_writes(monkeypatch, module):
+    fake_vllm.install(monkeypatch)
+    monkeypatch.setattr("kvtiers_vllm.plugin.installed_names", lambda _group: ["theirs"])
+    register()
+    names = {
+        tier_names.policy_name(name): ("kvtiers_vllm.own_tiering.cache_policy", name)
+        for name in (*BUILT_IN.keys() - {"lru", "arc"}, "theirs")
+    }
+    assert fake_vllm.CachePolicyFactory.registered == names
+    assert [tier_names.policy_name(name) for name in ("lru", "arc")] == ["lru", "arc"]
+    with pytest.raises(AttributeError):
+        _ = module.__path__
+
+
+def test_where_vllm_says_nothing_of_a_requests_end_no_policy_is_registered(monkeypatch):
+    """Up to 0.30: vLLM itself then refuses the name at the start, with those that it has."""
+    fake_vllm.install(monkeypatch, "0.30.0")
+    monkeypatch.setattr(sys.modules["vllm.v1.kv_offload.cpu.policies.base"], "CachePolicy", fake_vllm.OldCachePolicy)
+    register()
+    assert fake_vllm.CachePolicyFactory.registered == {}
