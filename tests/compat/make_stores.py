@@ -19,9 +19,9 @@ IDENTITY = ModelIdentity("golden/model", weights="w1")
 LENGTH, COUNT = 1_000, 12
 
 
-def value(number):
+def value(number, length=LENGTH):
     """Return the bytes of a value: of no library's random numbers, which may change."""
-    return np.array([(number * 31 + place * 7 + place // 251) % 256 for place in range(LENGTH)], np.uint8)
+    return np.array([(number * 31 + place * 7 + place // 251) % 256 for place in range(length)], np.uint8)
 
 
 def keys(numbers):
@@ -40,31 +40,38 @@ def tiers(root, redis_url=None):
     return found
 
 
-def open_one(tier):
-    config = {"version": 1, "namespace": "golden", "primary": {"capacity": "1MiB"}, "start_wait": "60s"}
-    return open_client(config | {"secondary": [tier]}, IDENTITY, LENGTH, bounce_bytes=1 << 20)
+def open_one(*tiers, length=LENGTH, tenant=None, **options):
+    config = {"version": 1, "namespace": "golden", "primary": {"capacity": "1MiB"}, "start_wait": "60s"} | options
+    arguments = {"bounce_bytes": 1 << 20} | ({"tenant": tenant} if tenant else {})
+    return open_client(config | {"secondary": list(tiers)}, IDENTITY, length, **arguments)
 
 
-def fill(tier):
-    client = open_one(tier)
+def fill(tier, numbers=range(COUNT), length=LENGTH, **options):
+    client = open_one(tier, length=length, **options)
     try:
-        result = client.put(keys(range(COUNT)), [value(number) for number in range(COUNT)])
-        assert all(result.stored), result
+        _put(client, numbers, length)
     finally:
         client.close()
 
 
-def read(tier):
-    """Return which of the values are found; every byte of those is compared."""
-    client = open_one(tier)
+def read(tier, numbers=range(COUNT), length=LENGTH, fills=False, **options):
+    """Return which of the values are found; every byte of those is compared. ``fills``: store what is missed."""
+    client = open_one(tier, length=length, **options)
     try:
-        views = [np.zeros(LENGTH, np.uint8) for _ in range(COUNT)]
-        found = client.get_into(keys(range(COUNT)), views)
+        views = [np.zeros(length, np.uint8) for _ in numbers]
+        found = list(client.get_into(keys(numbers), views))
+        if fills:
+            _put(client, [number for number, there in zip(numbers, found, strict=True) if not there], length)
     finally:
         client.close()
-    for number, there in enumerate(found):
-        assert (views[number] == (value(number) if there else 0)).all(), f"wrong bytes of value {number}"
-    return list(found)
+    for number, view, there in zip(numbers, views, found, strict=True):
+        assert (view == (value(number, length) if there else 0)).all(), f"wrong bytes of value {number}"
+    return found
+
+
+def _put(client, numbers, length):
+    result = client.put(keys(numbers), [value(number, length) for number in numbers])
+    assert all(result.stored), result
 
 
 def main():

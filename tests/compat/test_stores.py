@@ -6,11 +6,8 @@ played: a copy of core with another format number.
 """
 
 import importlib.util
-import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -22,8 +19,11 @@ from kvtiers.layout.seal import SEAL_FORMAT
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+
+from releases import at_once, command, filled, looked_for, play  # noqa: E402
+
 FORMATS = sorted(int(path.name.partition(".")[0]) for path in (HERE / "stores").glob("*.tar.gz"))
-RUN_KVTIERS = "from kvtiers.cli.main import main; main()"
 
 
 def module_of(path):
@@ -75,43 +75,6 @@ def next_release(tmp_path_factory):
     return folder
 
 
-def python(release, *arguments, **more):
-    """Start Python with this release of core, or with this one's (None)."""
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(([str(release)] if release else []) + paths)}
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)], env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
-    )  # fmt: skip
-
-
-def said(process):
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, out + errors
-    return out
-
-
-def read_by(release, tier):
-    code = "import json, sys, make_stores; print(json.dumps(make_stores.read(json.loads(sys.argv[1]))))"
-    return json.loads(said(python(release, "-c", code, json.dumps(tier))).splitlines()[-1])
-
-
-def fill_by(release, tier):
-    said(
-        python(
-            release, "-c", "import json, sys, make_stores; make_stores.fill(json.loads(sys.argv[1]))", json.dumps(tier)
-        )
-    )
-
-
-def command(release, tmp_path, tier, *arguments):
-    """Run ``kvtiers store`` on this tier; return what it prints as JSON."""
-    config = {"version": 1, "namespace": "golden", "primary": {"capacity": "1MiB"}, "secondary": [tier]}
-    (tmp_path / "tiers.yaml").write_text(json.dumps(config))
-    where = [tier["name"], "--config", tmp_path / "tiers.yaml", "--json", "--value-bytes", "4KiB"]
-    return json.loads(said(python(release, "-c", RUN_KVTIERS, "store", arguments[0], *where, *arguments[1:])))
-
-
 def test_each_released_format_has_its_stores():
     assert list(range(1, SEAL_FORMAT + 1)) == FORMATS, "run make_stores.py when a format gets its number"
 
@@ -135,7 +98,7 @@ def test_the_next_release_misses_what_this_one_wrote_and_prunes_it_and_this_one_
     golden, tmp_path, next_release, kind
 ):
     tier = golden(SEAL_FORMAT)[kind]
-    assert not any(read_by(next_release, tier))
+    assert not any(*play(next_release, looked_for(tier)))
     assert all(stores.read(tier)), "the next release has harmed them by reading"
     assert command(next_release, tmp_path, tier, "verify")["older"]["values"] == stores.COUNT
     assert (
@@ -143,39 +106,11 @@ def test_the_next_release_misses_what_this_one_wrote_and_prunes_it_and_this_one_
     )
     assert command(next_release, tmp_path, tier, "prune", "--older-format")["total"]["values"] == stores.COUNT
     assert command(None, tmp_path, tier, "du")["total"]["values"] == 0
-    fill_by(next_release, tier)
-    assert all(read_by(next_release, tier))
+    assert all(play(next_release, filled(tier), looked_for(tier))[1])
     assert not any(stores.read(tier)), "this release reads what the next one wrote"
     assert command(None, tmp_path, tier, "verify")["foreign"]["values"] == stores.COUNT
     assert command(None, tmp_path, tier, "prune", "--older-format")["total"]["values"] == 0
-    assert all(read_by(next_release, tier))
-
-
-ROLLING = """
-import json, random, sys, time
-import numpy as np
-import make_stores
-from make_stores import LENGTH, keys, open_client, IDENTITY, value
-
-tiers, seed, seconds = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-config = {"version": 1, "namespace": "golden", "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": tiers}
-client = open_client(config, IDENTITY, LENGTH, bounce_bytes=1 << 20)
-chance, loaded, wrong, stored = random.Random(seed), 0, 0, 0
-until = time.monotonic() + seconds
-print("ready", flush=True)
-sys.stdin.readline()
-while time.monotonic() < until:
-    some = chance.sample(range(60), 8)
-    views = [np.zeros(LENGTH, np.uint8) for _ in some]
-    found = client.get_into(keys(some), views)
-    loaded += sum(found)
-    wrong += sum(there and not (view == value(number)).all() for number, view, there in zip(some, views, found))
-    missing = [number for number, there in zip(some, found) if not there]
-    if missing:
-        stored += sum(client.put(keys(missing), [value(number) for number in missing]).stored)
-client.close()
-print(json.dumps({"loaded": loaded, "wrong": wrong, "stored": stored}))
-"""
+    assert all(*play(next_release, looked_for(tier)))
 
 
 def test_two_releases_over_one_directory_and_one_redis_at_once_give_no_wrong_byte_and_both_have_hits(
@@ -183,19 +118,6 @@ def test_two_releases_over_one_directory_and_one_redis_at_once_give_no_wrong_byt
 ):
     """Two engines of this release and two of the next, which all want the same values, under the same names."""
     tiers = [tier for name, tier in stores.tiers(tmp_path, redis_url).items() if name != "slab"]
-    engines = [
-        python(release, "-c", ROLLING, json.dumps(tiers), seed, 4, stdin=subprocess.PIPE)
-        for seed, release in enumerate([None, next_release] * 2)
-    ]
-    try:
-        for engine in engines:
-            assert engine.stdout.readline() == "ready\n", engine.stderr.read()
-        for engine in engines:
-            engine.stdin.write("go\n")
-            engine.stdin.flush()
-        found = [json.loads(said(engine).splitlines()[-1]) for engine in engines]
-    finally:
-        for engine in engines:
-            engine.kill()
+    found = at_once([None, next_release] * 2, tiers, seconds=4)
     assert [one["wrong"] for one in found] == [0] * 4
     assert all(one["loaded"] > 0 for one in found), found

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.api import ConfigError
+from kvtiers.api import ConfigError, LookupResult, tenant_of
 from kvtiers.config import BudgetConfig
 from kvtiers.config.tenants import TenantsConfig
 from kvtiers.primary.eviction import BUILT_IN
+from kvtiers.types import RequestContext
+from kvtiers.what_if.keys_only import KeysOnlyStack, ServedRequest
 from kvtiers_replay.plan import (
     Plan,
     PlanCase,
@@ -191,10 +193,55 @@ def test_a_tenants_share_is_kept_for_it_and_what_does_not_fit_the_trace_is_said(
     assert plan.rows([kept])[0][-1] == "75.0 %"
     assert plan.as_data()["points"][0]["tenants"]["blue"] == {"references": 32, "hits": 24}
     unused, refused = plan.tenant_lines()
-    assert unused.startswith("tenants: the trace has no request of green, whose share others used; ")
+    assert unused.startswith("tenants: the trace has no request of green, whose share or quota has no effect; ")
     assert refused.startswith("tenants: 80 of 84 requests would run without tiers in an engine with this config, ")
     assert "tenant 'red' is not among 'tenants.named'" in refused
     assert Plan("w", trace, PlanSizes(trace.unique), points=[without]).columns()[-1] == "hits"
+
+
+def test_a_quota_bounds_what_a_tenant_has_in_a_tier_and_its_oldest_chunks_go():
+    """A primary of 4 chunks; blue asks for 12 and then for each of these again, red for 12 others in between."""
+    requests = []
+    for number, (whose, blocks) in enumerate(
+        [("blue", [block]) for block in range(12)]
+        + [("red", [block]) for block in range(12)]
+        + [("blue", [block]) for block in range(11, -1, -1)]
+        + [("red", [block]) for block in range(12)]
+    ):
+        params = {"kvtiers_tenant": whose}
+        requests.append(ReplayRequest(17, chain_hashes(blocks, whose), float(number), params))
+    workload = Workload("w", 16, requests)
+    trace = PlanTrace(workload, {"blue", "red"})
+    tier = PlanTier("fs", quotas=(("blue", 10),))
+    assert simulate(trace, PlanCase(4, tiers=(PlanTier("fs"),))).tenants == {"blue": 12, "red": 12}
+    # The 11th finds no room, so the oldest of ten goes, and so does the next one for the 12th.
+    found = simulate(trace, PlanCase(4, tiers=(tier,)))
+    assert found.tenants == {"blue": 10, "red": 12}
+    for_all = simulate(trace, PlanCase(4, tiers=(PlanTier("fs", quotas=(("*", 5),)),)))
+    assert for_all.tenants["blue"] < 10
+    assert for_all.tenants["red"] < 12
+    none = simulate(trace, PlanCase(4, tiers=(PlanTier("fs", quotas=(("blue", 0),)),)))
+    assert none.tenants["red"] == 12
+    assert none.written == {"fs": 12}
+    plan = Plan("w", trace, PlanSizes(trace.unique), points=[found])
+    assert plan.columns()[-2:] == ["hits of blue", "to fs (chunks)"]
+
+
+def test_a_tiers_capacity_and_a_quota_hold_at_the_same_time():
+    requests = [
+        ReplayRequest(17, chain_hashes([block], whose), float(block), {"kvtiers_tenant": whose})
+        for block in range(200)
+        for whose in ("blue", "red")
+    ]
+    stack = KeysOnlyStack(PlanCase(4, tiers=(PlanTier("fs", 12, quotas=(("blue", 10),)),)))
+    store, asked = stack.stores["fs"], []
+    for arrival, keys, usable in PlanTrace(Workload("w", 16, requests), {"blue"}).requests:
+        stack.serve(ServedRequest(arrival, keys, usable, {}, 0))
+        asked += keys
+        held = [key for key in asked if store.lookup_many([key], RequestContext("r")) == [LookupResult.HIT]]
+        assert len(held) <= 12
+        assert sum(tenant_of(key) == "blue" for key in held) <= 10
+    assert len(held) == 12
 
 
 def test_the_last_token_is_always_computed():

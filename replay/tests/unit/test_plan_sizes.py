@@ -72,6 +72,15 @@ def test_the_shares_of_tenants_are_those_of_the_config():
     assert case.shares == (("blue", 0.2),)
 
 
+def test_quotas_are_those_of_the_config_and_one_that_holds_no_value_is_one_of_none():
+    tier = {"type": "memory", "capacity": "800KiB", "quotas": {"blue": "42KiB", "*": "3KiB"}}
+    config = load_config(CONFIG | {"tenants": {}, "secondary": [tier]})
+    (case,) = plan_cases(Wanted(["10%"]), PlanSizes(1000, 4096), config)
+    assert case.tiers == (PlanTier("memory", 200, quotas=(("blue", 10), ("*", 0))),)
+    with pytest.raises(ConfigError, match="tier 'memory': quotas: 42KiB is how many chunks"):
+        plan_cases(Wanted(["10%"], {"": ["50%"]}), PlanSizes(1000), config)
+
+
 def test_admission_by_expected_reuse_is_simulated_as_configured():
     tier = {"type": "memory", "capacity": "800KiB", "admission": "expected-reuse", "may_lose": "2%"}
     config = load_config(CONFIG | {"secondary": [tier | {"writes_per_hour": "400KiB"}]})

@@ -407,7 +407,7 @@ def test_a_retry_has_a_thread_while_new_tenants_keep_coming(keys_of, folder, gat
     keys.ring_of([chunk(tenant) for tenant in ("new2", "bad", "new3")])
     permits["new1"].release()
     await_ring(keys, "bad", "new2", "new3")
-    assert read == ["bad", "new1", "bad", "new2", "new3"]
+    assert read == ["bad", "new1", "bad", "new3", "new2"], "new3 is the one used last"
     end(keys)
 
 
@@ -488,3 +488,52 @@ def test_a_prefix_is_looked_up_by_the_tenant_of_its_first_key(kit, folder, names
         events.wait(Probed)
         assert not any(events.wait(Probed)[-1].answers)
         assert len(asked) < 10
+
+
+def test_behind_a_flood_of_names_whose_files_hang_a_tenant_in_use_is_read_next_and_the_first_of_them_is_too(
+    keys_of, folder, gates, monkeypatch
+):
+    permits, read = gates
+    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 0.0)
+    flood = [f"flood{number}" for number in range(40)]
+    keys = keys_of({"key": folder("good", *flood)})
+    for tenant in flood:
+        permits[tenant]
+    for tenant in flood[:8]:
+        keys.ring_of([chunk(tenant)])
+    wait_until(lambda: len(read) == 8)
+    for tenant in (*flood[8:24], "good", *flood[24:], "good"):  # which is in use; the others are not
+        keys.ring_of([chunk(tenant)])
+    for tenant in read[:2]:
+        permits[tenant].release()
+    await_ring(keys, "good")
+    wait_until(lambda: len(read) >= 10)
+    assert flood[8] in read[8:12]
+    for tenant in flood:
+        permits[tenant].release()
+    await_ring(keys, *flood)
+    end(keys)
+
+
+def test_of_more_names_than_may_wait_the_one_used_longest_ago_is_left_out_until_its_next_use(
+    keys_of, folder, gates, monkeypatch
+):
+    permits, read = gates
+    monkeypatch.setattr(first_use_keys, "_WAIT_SECONDS", 0.0)
+    hanging = [f"hanging{number}" for number in range(8)]
+    waiting = [f"waiting{number}" for number in range(4)]
+    keys = keys_of({"key": folder("good", *hanging, *waiting)})
+    for tenant in hanging:
+        permits[tenant]
+        keys.ring_of([chunk(tenant)])
+    wait_until(lambda: len(read) == 8)
+    monkeypatch.setattr(first_use_keys, "_MOST_WAITING", 4)
+    for tenant in (*waiting, "good"):
+        keys.ring_of([chunk(tenant)])
+    for tenant in hanging:
+        permits[tenant].release()
+    wait_until(lambda: keys.ring_of([chunk("good")]).of("good") is not None)
+    wait_until(lambda: set(waiting[1:]) <= set(read))
+    assert waiting[0] not in read
+    await_ring(keys, waiting[0])
+    end(keys)

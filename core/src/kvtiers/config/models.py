@@ -209,6 +209,9 @@ class EventsConfig(StrictModel):
         default="map", description="an event by its fields' names, as vLLM 0.30 and later write it, or by their order"
     )
     tokens: bool = Field(default=True, description="publish token ids, by which routers index blocks")
+    ownership: bool = Field(
+        default=True, description="name the tier, as vLLM's 'ownership'; Dynamo's router leaves out events that do"
+    )
     tiers: Mapping[str, EventTierConfig] = Field(default={}, description="what events say of a tier, by its name")
 
     @field_validator("endpoint", "replay_endpoint")

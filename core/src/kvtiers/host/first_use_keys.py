@@ -14,7 +14,9 @@ thread             does
 =================  ==========================================================================================
 transfer, lookup   ask for the keys of what they move or look up; wait for a file's first attempt, a little in sum
 first-use key (8   read keys, run an operator's commands, and end when nothing is to be read: first attempts before
-or fewer)          further ones, which have one thread to four, so that neither is in the other's way
+or fewer)          further ones, which have one thread to four, so that neither is in the other's way; of the first
+                   the tenant used last and the one that has waited longest, in turns, so that many names that are
+                   used once keep no tenant waiting that is in use
 =================  ==========================================================================================
 """
 
@@ -38,7 +40,7 @@ __all__ = ["FirstUseKeys"]
 _log = logging.getLogger("kvtiers.secondary")
 _MOST_KEPT = 1024
 _MOST_FAILED = 8192  # with their pauses; one that is pushed out counts as new
-_MOST_WAITING = 1024  # first attempts, and as many further ones; who comes then is without the store until a later use
+_MOST_WAITING = 1024  # first attempts, and as many further ones; a later use queues who was left out
 _MOST_THREADS = 8  # each of which may run an operator's command
 _MOST_RETRYING = 4  # of them
 _WAIT_SECONDS = 0.02  # for a file; at most so long at once, and so long a second for all tenants together
@@ -81,8 +83,9 @@ class FirstUseKeys:
         self._kept: OrderedDict[str, _Entry] = OrderedDict()  # the least recently used first, as of those that failed
         self._failed: OrderedDict[str, _Entry] = OrderedDict()
         self._queued: dict[str, _Entry] = {}
-        self._first: deque[_Entry] = deque()  # of what is queued: what is not being read yet
+        self._first: OrderedDict[str, _Entry] = OrderedDict()  # of what is queued: what is not being read yet
         self._retries: deque[_Entry] = deque()
+        self._takes_newest = False
         self._threads = self._reading = self._retrying = 0  # all threads; those that read; those of these that retry
         self._failures, self._equal_keys, self._failed_starts = (itertools.count(1) for _ in range(3))
         self._allowance, self._allowed_at = _WAIT_SECONDS, time.monotonic()
@@ -114,7 +117,7 @@ class FirstUseKeys:
 
     def _use(self, tenant: str) -> _Entry:
         """Return a tenant's entry as used now, and have its keys read if that is due."""
-        for used in (self._kept, self._failed):
+        for used in (self._kept, self._failed, self._first):
             if tenant in used:
                 used.move_to_end(tenant)
         entry = self._kept.get(tenant) or self._queued.get(tenant) or self._failed.get(tenant)
@@ -128,11 +131,17 @@ class FirstUseKeys:
         return entry
 
     def _queue(self, entry: _Entry) -> None:
-        line = self._retries if entry.has_failed else self._first
-        if not self._is_closed and len(line) < _MOST_WAITING:
-            self._failed.pop(entry.tenant, None)
-            self._queued[entry.tenant] = entry
-            line.append(entry)
+        if self._is_closed or (entry.has_failed and len(self._retries) >= _MOST_WAITING):
+            return
+        self._failed.pop(entry.tenant, None)
+        self._queued[entry.tenant] = entry
+        if entry.has_failed:
+            self._retries.append(entry)
+            return
+        self._first[entry.tenant] = entry
+        if len(self._first) > _MOST_WAITING:
+            left_out, _ = self._first.popitem(last=False)
+            del self._queued[left_out]
 
     def _start_thread(self) -> None:
         """Start a thread, if there is more to take than there are threads about to take it."""
@@ -184,7 +193,8 @@ class FirstUseKeys:
                 entry = self._retries.popleft()
                 self._retrying += 1
             elif self._first:
-                entry = self._first.popleft()
+                self._takes_newest = not self._takes_newest
+                _, entry = self._first.popitem(last=self._takes_newest)
             else:
                 self._threads -= 1
                 return None

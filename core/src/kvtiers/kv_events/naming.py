@@ -33,7 +33,7 @@ class GroupFacts(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where blocks are, in the words of events. ``tier``: a secondary tier's name; None: the primary."""
+    """Where blocks are, in the words of events. ``tier``: a secondary tier's name; None: the primary, or not said."""
 
     medium: str
     locality: str | None = None
@@ -48,7 +48,7 @@ def place_of(tier: TierConfig, config: EventsConfig) -> Place:
     said = config.tiers.get(tier.tier_name)
     is_local = tier.writes_locally or not tier.shareable
     locality = (said and said.locality) or ("LOCAL" if is_local else "REMOTE")
-    return Place(said.medium if said else "STORAGE", locality, tier.tier_name)
+    return Place(said.medium if said else "STORAGE", locality, tier.tier_name if config.ownership else None)
 
 
 def event_groups(layout: CacheLayout, naming: EventNaming) -> list[GroupFacts]:

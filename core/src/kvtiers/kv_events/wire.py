@@ -70,8 +70,12 @@ class _StoredArray(Stored, tag="BlockStored", array_like=True):
     pass
 
 
-class _RemovedArray(_Removed, tag="BlockRemoved", array_like=True):
-    pass
+class _RemovedArray(_Event, tag="BlockRemoved", array_like=True):
+    """No field follows the group: Dynamo's decoder has the kind of the group's cache in the next place."""
+
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
 
 
 class _ClearedArray(_Cleared, tag="AllBlocksCleared", array_like=True):
@@ -85,7 +89,7 @@ class Wire:
         is_map = encoding == "map"
         self._short = hashes == "int"
         self._stored: type[Stored] = Stored if is_map else _StoredArray
-        self._removed: type[_Removed] = _Removed if is_map else _RemovedArray
+        self._removed: type[_Removed | _RemovedArray] = _Removed if is_map else _RemovedArray
         self._cleared: type[_Cleared] = _Cleared if is_map else _ClearedArray
         self._rank = rank
         self._encoder = msgspec.msgpack.Encoder()
@@ -101,7 +105,9 @@ class Wire:
 
     def removed(self, hashes: list[int | bytes], **fields: Any) -> msgspec.Struct:
         """Return an event of blocks that are there no longer."""
-        return self._removed(hashes, **fields)
+        return self._removed(
+            hashes, **{name: fields[name] for name in self._removed.__struct_fields__ if name in fields}
+        )
 
     def cleared(self) -> msgspec.Struct:
         """Return the event that nothing is anywhere any more."""

@@ -5,13 +5,15 @@ promotion and eviction are those of an engine; what is left out is time: a tier 
 grow too old.
 """
 
-from collections import OrderedDict
+import itertools
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
-from kvtiers.api.config import Admission
+from kvtiers.api.config import EACH_OTHER_TENANT, Admission
+from kvtiers.api.keys import tenant_of
 from kvtiers.config import BudgetConfig
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
@@ -24,11 +26,15 @@ __all__ = ["STEP_TOKENS", "Case", "CaseTier", "KeysOnlyStack", "ServedRequest"]
 STEP_TOKENS = 8192
 """What an engine usually computes in a step, at most."""
 _NO_LIMIT = 1 << 30
+_KEPT_OF_QUOTA = 0.9  # after a deletion, as in a tier host
 
 
 @dataclass(frozen=True, slots=True)
 class CaseTier:
-    """A secondary tier of a case. ``chunks``: the most that it holds; None: no limit, as for ``writes_per_hour``."""
+    """A secondary tier of a case. ``chunks``: the most that it holds; None: no limit, as for ``writes_per_hour``.
+
+    ``quotas``: the most chunks of a tenant, by its name, or of each other one (``EACH_OTHER_TENANT``).
+    """
 
     name: str
     chunks: int | None = None
@@ -36,6 +42,7 @@ class CaseTier:
     read_only: bool = False
     may_lose: float = 0.01
     writes_per_hour: float | None = None
+    quotas: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,8 @@ class Case:
 class ServedRequest(NamedTuple):
     """A request: arrival (seconds), keys, how many of them may be hits, parameters, tokens of its answer.
 
-    The keys have the request's tenant in them if it has a share. That of any other may be left out, if the hashes of
-    its chunks are no other tenant's.
+    The keys have the request's tenant in them if it has a share or a quota. That of any other may be left out, if the
+    hashes of its chunks are no other tenant's.
     """
 
     arrival: float
@@ -79,7 +86,7 @@ class KeysOnlyStack:
         self._now = 0.0
         self._served = 0
         self._at_once = max(1, step_chunks) if case.shares else _NO_LIMIT
-        self.stores = {tier.name: _KeyStore(tier.chunks) for tier in case.tiers}
+        self.stores = {tier.name: _KeyStore(tier.chunks, dict(tier.quotas)) for tier in case.tiers}
         self._manager = self._open(case)
 
     def serve(self, request: ServedRequest) -> int:
@@ -163,11 +170,16 @@ def _options(tier: CaseTier) -> TierOptions:
 
 
 class _KeyStore(SecondaryTierManager):
-    """A tier of keys alone: an LRU of at most ``capacity`` chunks, whose jobs have ended when they are submitted."""
+    """A tier of keys alone: an LRU of at most ``capacity`` chunks, whose jobs have ended when they are submitted.
 
-    def __init__(self, capacity: int | None) -> None:
+    ``quotas`` are kept as tier hosts keep them (``host/quotas.py``), by deletions that take no time.
+    """
+
+    def __init__(self, capacity: int | None, quotas: Mapping[str, int]) -> None:
         self._capacity = capacity
         self._keys: OrderedDict[OffloadKey, None] = OrderedDict()  # the least recently used first
+        self._quotas = quotas
+        self._written_by: defaultdict[str, dict[OffloadKey, None]] = defaultdict(dict)  # the oldest first
         self._results: list[JobResult] = []
         self.written = 0
 
@@ -181,12 +193,32 @@ class _KeyStore(SecondaryTierManager):
         """Store the absent chunks; a host writes nothing that its store has, so that is no use either."""
         held = self._keys
         new = [key for key in job.keys if key not in held]
-        held.update(dict.fromkeys(new))
+        if self._quotas:
+            new = [key for key in new if self._add_within_quota(key)]
+        else:
+            held.update(dict.fromkeys(new))
         self.written += len(new)
         if self._capacity is not None:
             for _ in range(len(held) - self._capacity):
-                held.popitem(last=False)
+                evicted, _ = held.popitem(last=False)
+                if self._quotas:
+                    self._written_by[tenant_of(evicted)].pop(evicted, None)
         self._results.append(JobResult(job.job_id, success=True))
+
+    def _add_within_quota(self, key: OffloadKey) -> bool:
+        """Add a new chunk, for which its tenant loses its oldest ones if it has no room; False: its quota is 0."""
+        tenant = tenant_of(key)
+        quota = self._quotas.get(tenant, self._quotas.get(EACH_OTHER_TENANT)) if tenant else None
+        if quota is not None:
+            written = self._written_by[tenant]
+            if len(written) >= quota:
+                for oldest in list(itertools.islice(written, len(written) - int(quota * _KEPT_OF_QUOTA))):
+                    del written[oldest], self._keys[oldest]
+            if not quota:
+                return False
+            written[key] = None
+        self._keys[key] = None
+        return True
 
     def submit_load(self, job: TransferJob) -> None:
         """Read the chunks: they become the most recently used."""

@@ -8,6 +8,7 @@ EngineCore.add_lora                    adapters that are loaded without a reques
 EngineCore.collective_rpc              weights that change in place
 EngineCore.set_weight_version          the version of the weights from then on
 EngineCore.reset_prefix_cache          vLLM's own prefix cache holds no KV of other weights any more
+EngineCoreProc.run_busy_loop           the core, from its start: it can be woken for a command before its first request
 KVConnectorFactory.create_connector    the VllmConfig for tiers under vLLM's own tiering, which vLLM does not pass
 EngineArgs.create_engine_config        KVTIERS_CONFIG, and configs in the spelling before ``KvtiersConnector``
 Executor.__init__                      the primary's memory is populated while the model loads
@@ -35,6 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MARK = "_kvtiers_wraps"
+_LOOP = "run_busy_loop"
 _Wrapper = Callable[..., Any]
 
 CORE = {
@@ -113,6 +115,9 @@ def wrap_core(core: type, version: str) -> None:
     check(core, CORE, version, sets=("vllm_config", "scheduler"))
     for name, make in _CORE_WRAPPERS.items():
         _wrap(core, name, make)
+    for kind in _descendants(core):  # a core in the caller's own process has no loop
+        if kind.__module__ == core.__module__ and _LOOP in vars(kind):
+            _wrap(kind, _LOOP, _seen_first)
 
 
 def follow_core(engine: Engine, version: str) -> CoreLink:
@@ -190,6 +195,14 @@ def _link(core: Any) -> CoreLink | None:
             link.attach(core)
             _by_core[core] = link
     return link
+
+
+def _seen_first(call: _Wrapper) -> _Wrapper:
+    def seen_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _link(self)
+        return call(self, *args, **kwargs)
+
+    return seen_first
 
 
 def _preprocess_add_request(prepare: _Wrapper) -> _Wrapper:

@@ -41,7 +41,7 @@ class CoreLink:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the core has been seen; it is before its first request is."""
+        """Whether the core has been seen: at the start of its loop, and before its first request is."""
         return self._core() is not None
 
     def is_idle(self) -> bool:
@@ -54,7 +54,7 @@ class CoreLink:
         return getattr(getattr(self._core(), "shutdown_state", None), "name", "RUNNING") != "RUNNING"
 
     def wake(self) -> None:
-        """Have an idle core look again whether it has to step. Any thread; nothing before the core's first request."""
+        """Have an idle core look again whether it has to step. Any thread; nothing before the core's loop starts."""
         waiting = getattr(self._core(), "input_queue", None)
         if waiting is not None:
             from vllm.v1.engine import EngineCoreRequestType

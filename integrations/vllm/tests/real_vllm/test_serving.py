@@ -257,6 +257,29 @@ def test_a_server_that_has_nothing_but_the_variable_serves_with_its_tiers(switch
     switched.until(lambda: switched.figures("kvtiers_tier_stored_chunks_total").get("fs") == CHUNKS)
 
 
+def test_a_server_that_has_served_nothing_yet_is_warmed_with_what_another_one_has_stored(
+    switched, model, truth, tmp_path
+):
+    for prompt in PROMPTS:
+        switched.complete(prompt)
+    switched.until(lambda: switched.figures("kvtiers_tier_stored_chunks_total").get("fs") == CHUNKS)
+    config = switched.log.parent / "tiers.yaml"
+    replica = Server(model, None, tmp_path / "log", KVTIERS_CONFIG=str(config))
+    try:
+        (pid,) = {int(name.split("-")[2]) for name in running()} & set(family(replica.process.pid))
+        command = [KVTIERS, "warm", "--from", "fs", "--config", config, "--engine", str(pid), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (warmed,) = json.loads(done.stdout)
+        assert (warmed["loaded"], warmed["ended"]) == (CHUNKS, "done")
+        for prompt in PROMPTS:
+            assert replica.complete(prompt) == truth[tuple(prompt)]
+        replica.until(lambda: replica.figures("kvtiers_tier_hits_total").get("fs", 0) > 0)
+        assert replica.figures("kvtiers_tier_loaded_chunks_total")["fs"] == CHUNKS, "its requests had to load"
+    finally:
+        replica.kill()
+
+
 def test_an_idle_server_is_commanded_and_goes_on_with_the_right_tokens(switched, truth):
     engines = [ask_engine(name) for name in running() if int(name.split("-")[2]) in family(switched.process.pid)]
     (control,) = [engine["control"] for engine in engines]

@@ -87,6 +87,16 @@ def test_an_engine_is_idle_while_it_has_begun_no_request_and_before_it_is_known_
     assert not link.is_idle()
 
 
+def test_a_core_with_a_loop_is_seen_when_that_starts_before_any_request(kind, config):
+    looping = type("EngineCoreProc", (kind,), {"__module__": kind.__module__, "run_busy_loop": lambda self: "over"})
+    link = compat.follow_core(Engine(config, None), "0.32.0")
+    core = looping(config)
+    assert not link.is_attached
+    assert core.run_busy_loop() == "over"
+    assert link.is_attached
+    assert core.called == []
+
+
 def test_an_engine_that_has_replaced_its_config_is_followed_as_before(core, link):
     core.preprocess_add_request("one")
     core.vllm_config = Config()

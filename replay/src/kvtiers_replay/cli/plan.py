@@ -5,15 +5,17 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import click
 
+from kvtiers.api.config import EACH_OTHER_TENANT
 from kvtiers.api.units import parse_size
 from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.cli.progress import show_progress, stop_on_interrupt
-from kvtiers.config import load_config
+from kvtiers.config import OffloadConfig, load_config
+from kvtiers.layout.tenants import Tenants
 from kvtiers_replay.cli.size import model_options
 from kvtiers_replay.plan import (
     Plan,
@@ -31,9 +33,11 @@ from kvtiers_replay.plan import (
 )
 from kvtiers_replay.plan.other_policy import DEFAULT_PREFILL_SPEED
 from kvtiers_replay.plan.series import series_of, swept_size
+from kvtiers_replay.plan.simulate import tenant_in
 from kvtiers_replay.plan.sizes import DEFAULT_PRIMARY
 from kvtiers_replay.sizing import read_model
 from kvtiers_replay.trace import read_trace
+from kvtiers_replay.workload import Workload
 
 __all__ = ["plan"]
 
@@ -86,7 +90,7 @@ Examples:
 A size is a share of the trace's different blocks (10%), bytes (64GiB; needs --model or --bytes-per-token),
 'unlimited', or for a secondary tier 0: without it. Every combination is simulated: the real manager, eviction and
 admission serve the requests one after the other, over rows without bytes and tiers that answer at once. A tier is
-taken as an LRU; ages, time to live, quotas and waiting are not simulated. One chunk is one block of the trace.
+taken as an LRU; ages, time to live and waiting are not simulated. One chunk is one block of the trace.
 
 Exit status: 0, 1 if no case reaches the --wish, 2 if the config, the trace or the command line is wrong, 130 stopped
 by Ctrl-C (what was found so far is printed)."""
@@ -156,8 +160,7 @@ def plan(
     if model:
         bytes_per_token = read_model(model, kv_dtype=kv_dtype, ranks=tp).bytes_per_token
     workload = read_trace(trace, requests)
-    shares = config.tenants.shares() if config and config.tenants else {}
-    chunks = PlanTrace(workload, shares, config.tenant_rule() if config else None)
+    chunks = PlanTrace(workload, *_tenants_apart(workload, config))
     sizes = PlanSizes(chunks.unique)
     if bytes_per_token:
         sizes = PlanSizes.of_tokens(chunks.unique, chunks.tokens_per_chunk, bytes_per_token)
@@ -174,6 +177,15 @@ def plan(
     if found.interrupted:
         ctx.exit(130)
     ctx.exit(1 if wish is not None and not found.smallest else 0)
+
+
+def _tenants_apart(workload: Workload, config: OffloadConfig | None) -> tuple[Collection[str], Tenants | None]:
+    """Return the tenants with a share or a quota, and the engine's rule of who may be one."""
+    if config is None or config.tenants is None:
+        return (), None
+    limited = {*config.tenants.shares(), *(tenant for tier in config.secondary for tenant in tier.quotas)}
+    everyone = {tenant_in(request.params) for request in workload.requests}
+    return everyone if EACH_OTHER_TENANT in limited else limited, config.tenant_rule()
 
 
 class _StoppedError(Exception):

@@ -1,9 +1,11 @@
 """The results of a plan: as tables, as JSON, and its progress."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtiers.api.config import EACH_OTHER_TENANT
 from kvtiers_replay.plan.other_policy import DEFAULT_PREFILL_SPEED, Change, change_line
 from kvtiers_replay.plan.simulate import PlanCase, PlanPoint, PlanTrace
 from kvtiers_replay.plan.sizes import PlanSizes
@@ -63,9 +65,17 @@ class Plan:
 
     @property
     def tenant_names(self) -> list[str]:
-        """The tenants with a share of the primary that the trace has, up to a few; none if no case has shares."""
-        shares = dict(self.points[0].case.shares) if self.points else {}
-        return [name for name in shares if self.trace.references_of.get(name)][:_MOST_TENANTS]
+        """The tenants with a share or a quota of their own that the trace has, up to a few."""
+        return [name for name in self._limited if self.trace.references_of.get(name)][:_MOST_TENANTS]
+
+    @property
+    def _limited(self) -> list[str]:
+        """The tenants with a share of the primary, or a quota in a tier, of their own."""
+        if not self.points:
+            return []
+        case = self.points[0].case
+        names = dict(itertools.chain(case.shares, *(tier.quotas for tier in case.tiers)))
+        return [name for name in names if name != EACH_OTHER_TENANT]
 
     def columns(self) -> list[str]:
         """Return the names of the columns of ``rows``."""
@@ -108,11 +118,10 @@ class Plan:
     def tenant_lines(self) -> list[str]:
         """Return what of the config's tenants does not fit the trace, a line each; none if all does."""
         lines, trace = [], self.trace
-        shares = dict(self.points[0].case.shares) if self.points else {}
-        if unused := [name for name in shares if name not in trace.references_of]:
+        if unused := [name for name in self._limited if name not in trace.references_of]:
             lines.append(
-                f"tenants: the trace has no request of {', '.join(unused)}, whose share others used; a recording has "
-                "ids of its own instead of names: write these under 'tenants.named'."
+                f"tenants: the trace has no request of {', '.join(unused)}, whose share or quota has no effect; a "
+                "recording has ids of its own instead of names: write these under 'tenants.named' and 'quotas'."
             )
         if trace.refused:
             lines.append(

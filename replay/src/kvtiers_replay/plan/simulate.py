@@ -17,7 +17,7 @@ from kvtiers.what_if.keys_only import Case as PlanCase
 from kvtiers.what_if.keys_only import CaseTier as PlanTier
 from kvtiers_replay.workload import Workload
 
-__all__ = ["PlanCase", "PlanPoint", "PlanTier", "PlanTrace", "simulate"]
+__all__ = ["PlanCase", "PlanPoint", "PlanTier", "PlanTrace", "simulate", "tenant_in"]
 
 _REPORT_EVERY = 64  # requests
 
@@ -49,15 +49,15 @@ class PlanTrace:
     """A workload as offload keys, made once for all cases: one chunk a block.
 
     ``requests``: arrival (seconds), keys, and how many of them may be hits: the last token is always computed.
-    ``hints``: the parameters of each, and the tokens of its answer. ``shares``: the tenants that have one. ``tenants``:
-    the engine's rule; requests whose tenant it does not allow are counted, and served as the others: a recording has
-    ids instead of names.
+    ``hints``: the parameters of each, and the tokens of its answer. ``apart``: tenants that have a share or a quota.
+    ``tenants``: the engine's rule; requests whose tenant it does not allow are counted, and served as the others: a
+    recording has ids instead of names.
     """
 
     requests: list[tuple[float, list[OffloadKey], int]]
 
     def __init__(
-        self, workload: Workload, shares: Collection[str] = frozenset(), tenants: Tenants | None = None
+        self, workload: Workload, apart: Collection[str] = frozenset(), tenants: Tenants | None = None
     ) -> None:
         per_block = workload.tokens_per_block
         self.tokens_per_chunk = per_block
@@ -73,10 +73,10 @@ class PlanTrace:
             hashes = request.block_hashes
             usable = min(len(hashes), (request.num_tokens - 1) // per_block)
             self.references += len(hashes)
-            if named := _tenant_in(request.params):
+            if named := tenant_in(request.params):
                 self.references_of[named] += len(hashes)
             # Two tenants' hashes differ, so that keys need no others.
-            made = [make_offload_key(each, 0, named if named in shares else "") for each in hashes]
+            made = [make_offload_key(each, 0, named if named in apart else "") for each in hashes]
             self.infinite_hits += next((i for i in range(usable) if made[i] not in known), usable)
             self.requests.append((request.arrival, [known.setdefault(key, key) for key in made], usable))
         self.unique = len(known)
@@ -104,7 +104,7 @@ def simulate(
     hits_of = dict.fromkeys(trace.references_of, 0)
     for number, ((arrival, keys, usable), (params, output_tokens)) in enumerate(served, 1):
         hits = stack.serve(ServedRequest(arrival, keys, usable, params, output_tokens))
-        if tenant := _tenant_in(params):
+        if tenant := tenant_in(params):
             hits_of[tenant] += hits
         if not number % _REPORT_EVERY:
             progress(_REPORT_EVERY)
@@ -122,6 +122,7 @@ def simulate(
     )
 
 
-def _tenant_in(params: Mapping[str, object]) -> str:
+def tenant_in(params: Mapping[str, object]) -> str:
+    """Return the tenant that a request names; "" if it names none."""
     tenant = params.get(TENANT_FIELD)
     return tenant if isinstance(tenant, str) else ""

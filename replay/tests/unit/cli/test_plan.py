@@ -104,6 +104,26 @@ def test_tenants_of_a_config_have_their_shares(run, trace, config, tmp_path):
     assert "tenants: the trace has no request of red, " in result.stdout
 
 
+@pytest.mark.parametrize("whom", ["blue", '"*"'])
+def test_tenants_of_a_config_have_their_quotas(run, trace, config, tmp_path, whom):
+    lines = (tmp_path / trace).read_text().splitlines()
+    whose = [line.replace("{", '{"tenant": "blue", ', 1) if number % 2 else line for number, line in enumerate(lines)]
+    (tmp_path / trace).write_text("\n".join(whose) + "\n")
+
+    def hits(quotas):
+        file = config(f"{{type: memory, capacity: 1GiB{quotas}}}", more="tenants: {}\n")
+        result = run(
+            "plan", "--trace", trace, "--config", file, "--bytes-per-token", "1KiB", "--primary", "5%", "--json"
+        )
+        assert (result.exit_code, result.stderr) == (0, "")
+        (point, *_) = json.loads(result.stdout)["points"]
+        return point["tenants"]["blue"]["hits"], sum(point["hits"].values())
+
+    (of_blue, of_all), (bounded, of_all_then) = hits(""), hits(f", quotas: {{{whom}: 8MiB}}")
+    assert bounded < of_blue
+    assert of_all_then - bounded == of_all - of_blue, "the others have no quota"
+
+
 def test_json_adds_up(run, trace):
     result = run("plan", "--trace", trace, "--primary", "10%", "--secondary", "50%", "--json", "--wish", "5%")
     data = json.loads(result.stdout)

@@ -1,0 +1,132 @@
+"""An upgrade from commits of this repository's past, over each type of store that they had, and the way back.
+
+The older side is what was at that commit: wheels of its tree, built and unpacked, in processes of its own. What it
+stored is found by this tree, what this tree stores is found by it, and what it cannot read is a miss, byte by byte.
+"""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent / "differential")]
+
+from kinds import KINDS  # noqa: E402
+from releases import at_once, command, filled, looked_for, play  # noqa: E402
+
+OLDEST = {
+    "0a449936": ("fs", "redis", "s3"),
+    "5e607949": ("slab", "gcs", "azure", "mooncake"),
+}
+"""The first that has a client, of 2026-11-25, and the first that has the other types of store, of the day after it."""
+CELLS = [(commit, kind) for commit, kinds in OLDEST.items() for kind in kinds]
+UNLISTED = {"mooncake"}
+"""Stores without a listing: no command of ``kvtiers store`` works on them."""
+
+
+class Slab(KINDS["fs"]):
+    def tier(self):
+        return super().tier() | {"path": str(self.folder / "slab"), "layout": "slab", "capacity": "16MiB"}
+
+
+def git(*arguments):
+    return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory):
+    """Return a function that gives the folder of a commit's installed wheels."""
+    installed = {}
+
+    def older(commit):
+        if commit not in installed:
+            folder = tmp_path_factory.mktemp(commit)
+            if git("cat-file", "-e", f"{commit}^{{commit}}").returncode:
+                whole = git("rev-parse", "--is-shallow-repository").stdout.strip() == b"false"
+                assert not whole, f"the history has no {commit}"
+                pytest.skip(f"no history here that has {commit}")
+            tree = git("archive", commit, "core", "plugins", *(["libraries"] if commit == "5e607949" else []))
+            subprocess.run(["tar", "x", "-C", folder], input=tree.stdout, check=True)
+            names = [{"slab": "fs"}.get(kind, kind) for kind in OLDEST[commit]]
+            parts = ["core", *(f"plugins/{name}_tier" for name in names)]
+            parts += [str(path.relative_to(folder)) for path in folder.glob("libraries/*")]
+            options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--target", folder / "installed"]
+            subprocess.run(
+                [sys.executable, "-m", "pip", "install", *options, *(f"./{part}" for part in parts)],
+                cwd=folder, check=True, timeout=300,
+            )  # fmt: skip
+            installed[commit] = folder / "installed"
+        return installed[commit]
+
+    return older
+
+
+@pytest.fixture(scope="module")
+def tier_of(tmp_path_factory):
+    """Return a function that gives a tier of a kind, over an empty store; its server is started at the first use."""
+    with contextlib.ExitStack() as stack:
+        started = {}
+
+        def tier_of(kind):
+            if kind not in started:
+                started[kind] = {**KINDS, "slab": Slab}[kind](tmp_path_factory.mktemp(kind))
+                started[kind].start(stack)
+            return started[kind].tier() | {"name": kind}
+
+        yield tier_of
+
+
+@pytest.mark.parametrize(("commit", "kind"), CELLS)
+def test_an_upgrade_finds_what_the_older_one_stored_and_so_does_the_way_back(older, tier_of, tmp_path, commit, kind):
+    tier, release = tier_of(kind), older(commit)
+    play(release, filled(tier, range(12)))
+    found, _ = play(None, looked_for(tier, range(12)), filled(tier, range(12, 24)))
+    assert all(found), "this tree misses what the older commit stored"
+    assert all(*play(release, looked_for(tier, range(24)))), "the older commit misses what this tree stored"
+    if kind not in UNLISTED:
+        assert command(None, tmp_path, tier, "verify")["ok"]["values"] == 24
+
+
+@pytest.mark.parametrize(("commit", "kind"), CELLS)
+def test_what_the_older_one_has_no_format_for_is_a_miss_and_harms_neither(older, tier_of, tmp_path, commit, kind):
+    """Compressed values have the names of plain ones; encrypted values and those of tenants have others."""
+    release, apart = older(commit), {"namespace": "apart", "length": 20_000}
+    plain = tier_of(kind)
+    compressed = plain | {"compression": "zstd"}
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    encryption = apart | {"encryption": {"key": {"file": str(key)}}}
+    tenant = apart | {"tenants": {}, "tenant": "blue"}
+    play(
+        None,
+        filled(compressed, range(12), **apart),
+        filled(plain, range(12, 24), **encryption),
+        filled(plain, range(24, 36), **tenant),
+    )
+    assert not any(*play(release, looked_for(plain, range(36), **apart)))
+    (found,) = play(None, looked_for(compressed, range(12), **apart))
+    assert all(found), "the older commit's look has harmed them"
+    _, found = play(release, looked_for(plain, range(36), fills=True, **apart), looked_for(plain, range(36), **apart))
+    assert all(found), "the older commit cannot store what it misses"
+    encrypted, of_tenant, _ = play(
+        None,
+        looked_for(plain, range(12, 24), **encryption),
+        looked_for(plain, range(24, 36), **tenant),
+        looked_for(compressed, range(12), **apart),  # misses, since plain values are there now, and no wrong byte
+    )
+    assert all(encrypted)
+    assert all(of_tenant)
+
+
+@pytest.mark.parametrize("commit", OLDEST)
+def test_a_roll_out_has_hits_on_both_sides_and_no_wrong_byte(older, tier_of, commit):
+    """Two engines of the older commit and two of this tree, which all want the same values."""
+    tiers = [tier_of(kind) for kind in OLDEST[commit] if kind not in ("slab", "mooncake")]
+    found = at_once([None, older(commit)] * 2, tiers, seconds=4)
+    assert [one["wrong"] for one in found] == [0] * 4
+    assert all(one["loaded"] > 0 for one in found), found
