@@ -17,12 +17,10 @@ from typing import Any
 
 from kvtiers_replay.logs.prompts import LineError, Prompt
 
-__all__ = ["NO_PROMPT", "VllmLines"]
+__all__ = ["HOW_TO_LOG", "VllmLines"]
 
-NO_PROMPT = (
-    "have a request and not its prompt (start vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, and "
-    "without --max-log-len)"
-)
+HOW_TO_LOG = "start vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, and without --max-log-len"
+_NO_PROMPT = f"have a request and not its prompt ({HOW_TO_LOG})"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TEXT = r"""'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*\""""
 _DETAILS = re.compile(
@@ -64,7 +62,7 @@ class VllmLines:
         if received["id"] in self._with_prompt:
             self._with_prompt.discard(received["id"])
             return None
-        raise LineError(NO_PROMPT)
+        raise LineError(_NO_PROMPT)
 
     def _message(self, line: str) -> tuple[str, float | None]:
         """Return a line's message, out of JSON if the log is that, and its time."""
@@ -98,7 +96,7 @@ class VllmLines:
             found: list[int] = json.loads(ids)
             return found
         if text == "None":
-            raise LineError(NO_PROMPT)
+            raise LineError(_NO_PROMPT)
         try:
             prompt: str = ast.literal_eval(text)
         except (ValueError, SyntaxError):
