@@ -184,6 +184,16 @@ def test_vllms_log_is_read_as_its_releases_write_it(tmp_path):
     assert log.texts == 2
 
 
+def test_what_vllm_generates_and_the_body_of_a_request_are_no_requests_whatever_they_say(tmp_path):
+    text = "Received request x: prompt: 'y', params: Request x details: prompt: 'y', prompt_token_ids: [1]"
+    heads = ("Generated response cmpl-1: output: ", "Request cmpl-1 JSON body: ")
+    lines = [f"INFO 11-25 10:00:00 [request_logger.py:108] {head}{text!r}" for head in heads]
+    lines += [json.dumps({"asctime": "2026-11-25 10:04:00,123", "message": f"{head}{text!r}"}) for head in heads]
+    log = read(tmp_path, [*lines, NEW.format(time="11-25 10:00:00", id="a", prompt=text, ids=IDS)], kind="vllm")
+    assert len(log.workload.requests) == 1
+    assert log.problems == {}
+
+
 def test_a_vllm_log_without_prompts_says_how_to_start_the_server(tmp_path):
     lines = [RECEIVED.format(time="11-25 10:00:00", id=f"cmpl-{number}") for number in range(3)]
     with pytest.raises(ConfigError, match=r"3 lines have a request and not its prompt .*VLLM_LOGGING_LEVEL=DEBUG"):
