@@ -55,7 +55,7 @@ def test_what_waits_on_the_engine_s_thread_is_named_with_the_place_where_it_does
         ("test_submit_returns_while_the_backend_is_held", "a load in flight beside a store failed"),
     ],
 )
-def test_a_tier_of_one_job_at_a_time_is_told_so_and_not_of_wrong_bytes(report, test, said):
+def test_a_tier_of_one_job_at_a_time_fails_by_its_jobs_and_not_by_wrong_bytes(report, test, said):
     message = report.messages["TestMovesOneJobAtATime", test]
     assert said in message
     assert "bytes are wrong" not in message

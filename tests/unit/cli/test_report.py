@@ -67,7 +67,7 @@ def test_it_is_shown_and_asked_for_before_it_is_written_as_it_was_shown(report, 
     assert "redis://***@cache.example" in text
 
 
-PROMPT = "does kvtiers know my salary?"
+PROMPT = "does kvtiers print my salary?"
 
 
 @pytest.mark.parametrize(

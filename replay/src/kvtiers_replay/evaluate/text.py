@@ -9,7 +9,7 @@ from kvtiers_replay.report.units import percent, seconds
 
 __all__ = ["CHOSEN", "MEMORY_COLUMNS", "TIER_COLUMNS", "about", "assumptions", "memory_rows", "tier_rows", "verdict"]
 
-CHOSEN = "* the smallest memory within a point of the largest; the tiers stand behind it."
+CHOSEN = "* the smallest memory whose own hits are within a point of the largest one's; the tiers stand behind it."
 MEMORY_COLUMNS = ("memory", "tier behind it", "hits", "GPU time saved", "of all prefill", "saved a day")
 TIER_COLUMNS = (
     "tier", "size", "points of hits", "pays from", "GPU time saved", "saved a day", "costs a day", "pays", "why",
@@ -129,9 +129,10 @@ def assumptions(evaluation: Evaluation) -> list[tuple[str, str]]:
     question, pricing = evaluation.question, evaluation.pricing
     shape = question.shape
     busy = f" for {pricing.engines} engines" if pricing.engines > 1 else ""
+    kept = _counted(pricing.engines, "engine") if question.engines else f"the log keeps {pricing.engines} busy"
     return [
         (f"{shape.name}: {size_text(shape.bytes_per_token)} of KV a token, in {shape.kv_dtype}", "--model, --kv-dtype"),
-        (f"{question.prefill_speed:,.0f} tokens/s of prefill an engine: the log keeps {pricing.engines} busy",
+        (f"{question.prefill_speed:,.0f} tokens/s of prefill an engine: {kept}",
          "--prefill-speed, --engines"),
         (f"{_counted(question.gpus, 'GPU')} an engine, {question.currency}{question.gpu_hour:g} an hour each",
          "--tp, --gpu-price"),
