@@ -46,3 +46,16 @@ def test_what_waits_on_the_engine_s_thread_is_named_with_the_place_where_it_does
     assert re.search(rf"{tier}\.{method} {said}", message), message
     assert "on the engine's thread, in every step, where nothing may wait" in message
     assert stands_in in message
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("test_many_jobs_in_flight_yield_one_result_each", "7 of 8 stores in flight at the same time failed"),
+        ("test_submit_returns_while_the_backend_is_held", "a load in flight beside a store failed"),
+    ],
+)
+def test_a_tier_of_one_job_at_a_time_fails_by_its_jobs_and_not_by_wrong_bytes(report, test, said):
+    message = report.messages["TestMovesOneJobAtATime", test]
+    assert said in message
+    assert "bytes are wrong" not in message

@@ -1,6 +1,7 @@
-"""A tier of another author's, with kvtiers from wheels: written by ``kvtiers new-tier``, built, installed, used.
+"""Tiers of another author's, with kvtiers from wheels: written by ``kvtiers new-tier``, built, installed, used.
 
-Also what becomes of it when the API for tiers has another number.
+One is the guide's tier with threads, typed into what was written. Also what becomes of a tier when the API has
+another number.
 """
 
 import re
@@ -10,19 +11,30 @@ from pathlib import Path
 
 import pytest
 
+TIERS = ("shelf", "lake", "slab")
 TODAY = "API_VERSION = 1\n", "OLD_API_VERSIONS: frozenset[int] = frozenset()\n"
 TOMORROW = "API_VERSION = 2\n", "OLD_API_VERSIONS: frozenset[int] = frozenset({1})\n"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "write-a-manager-tier.md"
+OF_THE_GUIDE = re.compile(r"^`((?:src/kvtiers_slab|tests)/[\w./]+)`\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_ERRORS = "import subprocess, sys; subprocess.run(sys.argv[1:], stderr=subprocess.STDOUT, check=True)"
 
 
 @pytest.fixture(scope="module")
 def author(environment, command, tmp_path_factory):
-    """An environment with kvtiers, its kit, the replay, and the author's two wheels; the author's tests beside it."""
+    """An environment with kvtiers, its kit, the replay, and the author's wheels; the author's tests beside it."""
     author = environment(tmp_path_factory.mktemp("author"))
     author.create("kvtiers[testing]", "kvtiers-replay")
     author.run("kvtiers", "new-tier", "shelf", "--batch", "--listing")
     author.run("kvtiers", "new-tier", "lake", "--kind", "manager")
-    for name in ("shelf", "lake"):
+    author.run("kvtiers", "new-tier", "slab", "--kind", "manager")
+    files = OF_THE_GUIDE.findall(GUIDE.read_text(encoding="utf-8"))
+    assert len(files) == 4
+    for place, text in files:
+        (author.folder / "kvtiers-slab" / place).write_text(text, encoding="utf-8")
+    (author.folder / "kvtiers-slab/src/kvtiers_slab/backend.py").unlink()
+    with (author.folder / "kvtiers-slab/tiers.yaml").open("a") as config:
+        config.write("    capacity: 256MiB\n")
+    for name in TIERS:
         source = author.folder / f"kvtiers-{name}"
         command(
             sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", author.folder, source, cwd=source
@@ -54,13 +66,14 @@ def test_it_comes_from_its_wheel_and_is_listed_with_its_own_options(author):
     listed = author.run("kvtiers", "tiers")
     assert "shelf: a store from kvtiers-shelf 0.1.0, API 1" in listed
     assert "lake: a tier manager from kvtiers-lake 0.1.0, API 1" in listed
+    assert "slab: a tier manager from kvtiers-slab 0.1.0, API 1" in listed
     where = author.run("python", "-c", "import kvtiers_shelf; print(kvtiers_shelf.__file__)")
     assert Path(where.strip()).is_relative_to(author.folder / "venv")
 
 
 def test_the_kit_passes_on_the_installed_tiers(author):
     options = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib")
-    said = author.run("python", "-m", "pytest", *options, "kvtiers-shelf", "kvtiers-lake")
+    said = author.run("python", "-m", "pytest", *options, *(f"kvtiers-{name}" for name in TIERS))
     assert re.search(r"^[1-9]\d* passed in ", said, re.MULTILINE), said
 
 

@@ -58,7 +58,7 @@ def test_what_is_saved_is_what_is_hit_beyond_the_gpus_own_cache_at_the_prefill_s
     assert json.loads(json.dumps(data)) == data
     larger = evaluate(log_of(), question(gpu_cache=64 * GIB))
     assert larger.total_saved() == 0
-    assert verdict(larger)[0].startswith("It does not pay: the GPU's own cache hits")
+    assert verdict(larger)[0].startswith("It does not pay: the GPU's own cache hits all of the ")
 
 
 def test_a_tier_that_pays_is_in_the_yaml_which_loads(usual):
@@ -69,6 +69,29 @@ def test_a_tier_that_pays_is_in_the_yaml_which_loads(usual):
     assert "# pip install kvtiers-fs" in text
     config = load_config(__import__("yaml").safe_load(text))
     assert config.secondary[0].capacity >= usual.chosen.size
+
+
+def test_sizes_are_those_that_were_asked_for_and_not_what_so_many_chunks_fill():
+    asked = [100 * MIB, 9 << 40, (3 << 40) + 1]
+    found = evaluate(log_of(), question(memory=asked))
+    assert asked[0] % found.sizes.value_bytes  # it has room for a part of a chunk
+    data = found.as_data()
+    assert [each["primary_bytes"] for each in data["memory"]] == sorted(asked)[:2]  # both large ones hold all there is
+    assert data["primary_bytes"] in asked
+    small = evaluate(log_of(), question(memory=[8 * MIB + 1]))
+    tiers = [each["tier_bytes"] for each in small.as_data()["behind"]]
+    assert all(size & (size - 1) == 0 for size in tiers[:-1])
+    assert tiers[-1] == small.bytes_of(None)
+    assert {each.size for each in small.offers} <= set(tiers)
+    assert "primary: {capacity: 64MiB}" in starter_yaml(evaluate(log_of(), question(memory=[64 * MIB])))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(7.0, "7 seconds"), (396.0, "6.6 minutes"), (5400.0, "90 minutes"), (40_000, "11.1 hours"), (3e5, "3.47 days")],
+)
+def test_a_log_is_as_long_as_people_say_it(seconds, text):
+    assert f" requests in {text}, " in about(evaluate(log_of(seconds=seconds), question()))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +126,7 @@ def test_a_link_that_the_log_overfills_does_not_pay():
     found = offer(evaluate(log_of(seconds=0.5), question()), "disk")
     assert not found.pays
     assert "the log moves" in found.why
-    assert "than the 3 GB/s of 1 such links" in found.why
+    assert "than the 3 GB/s of such a link" in found.why
 
 
 def test_prompts_that_share_too_little_to_be_worth_a_load_do_not_pay(usual):

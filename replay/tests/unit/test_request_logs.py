@@ -76,8 +76,8 @@ def test_a_text_has_as_many_hashes_as_its_tokens_fill_chunks(tmp_path_factory, l
     log = read(tmp_path_factory.mktemp("log"), texts, tokens_per_chunk=tokens, chars_per_token=letters)
     request = log.workload.requests[0]
     assert len(request.block_hashes) == request.num_tokens // tokens
-    # A chunk has a whole number of letters.
-    assert abs(request.num_tokens - length / letters) <= 1 + length / (tokens * letters)
+    chunk = max(1, round(tokens * letters))  # letters, a whole number of them
+    assert abs(request.num_tokens - length / chunk * tokens) <= 1
 
 
 def test_the_responses_api_and_completions_with_several_prompts_are_read(tmp_path):
@@ -182,6 +182,16 @@ def test_vllms_log_is_read_as_its_releases_write_it(tmp_path):
     assert requests[2].num_tokens == requests[4].num_tokens == round(len(tricky) / 4)
     assert shared(log, 2, 4) == len(requests[2].block_hashes) > 0
     assert log.texts == 2
+
+
+def test_what_vllm_generates_and_the_body_of_a_request_are_no_requests_whatever_they_say(tmp_path):
+    text = "Received request x: prompt: 'y', params: Request x details: prompt: 'y', prompt_token_ids: [1]"
+    heads = ("Generated response cmpl-1: output: ", "Request cmpl-1 JSON body: ")
+    lines = [f"INFO 11-25 10:00:00 [request_logger.py:108] {head}{text!r}" for head in heads]
+    lines += [json.dumps({"asctime": "2026-11-25 10:04:00,123", "message": f"{head}{text!r}"}) for head in heads]
+    log = read(tmp_path, [*lines, NEW.format(time="11-25 10:00:00", id="a", prompt=text, ids=IDS)], kind="vllm")
+    assert len(log.workload.requests) == 1
+    assert log.problems == {}
 
 
 def test_a_vllm_log_without_prompts_says_how_to_start_the_server(tmp_path):

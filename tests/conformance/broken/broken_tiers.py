@@ -340,6 +340,22 @@ class WaitsForItsBackend(ExampleSecondaryTier):
             super().submit_store(job)
 
 
+@caught_by(
+    "test_many_jobs_in_flight_yield_one_result_each", "test_submit_returns_while_the_backend_is_held", hold=_hold
+)
+class MovesOneJobAtATime(ExampleSecondaryTier):
+    """Over a client whose connection refuses a second call, as one without a pool does."""
+
+    def __init__(self, context):
+        super().__init__(context, max_blocks=CHUNKS)
+
+    def _submit(self, move):
+        if self._moving:
+            self._finished.append(JobResult(move.job.job_id, success=False))
+        else:
+            super()._submit(move)
+
+
 # Rows.
 
 

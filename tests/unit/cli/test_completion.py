@@ -44,3 +44,8 @@ def test_commands_are_completed_those_of_companions_too_without_an_import_of_the
 def test_options_and_their_choices_are_completed():
     assert "--kind" in answers("kvtiers", "new-tier", "--")
     assert answers("kvtiers", "new-tier", "x", "--kind", "m") == {"manager"}
+
+
+def test_a_bench_is_completed_with_the_installed_types_of_tiers_and_with_files():
+    found = answers("kvtiers", "bench", "mem")
+    assert found == {"memory", "memory-async", "mem"}  # the last one has the shell look for files

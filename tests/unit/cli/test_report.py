@@ -1,5 +1,7 @@
 """``kvtiers report``: everything that a bug report needs, no secret, and nothing written before it was seen."""
 
+import json
+
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -63,6 +65,39 @@ def test_it_is_shown_and_asked_for_before_it_is_written_as_it_was_shown(report, 
         assert secret not in refused.output
     assert "password: ${REPORT_TEST}" in text  # the name is no secret
     assert "redis://***@cache.example" in text
+
+
+PROMPT = "does kvtiers print my salary?"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"DEBUG 11-25 10:00:00 [request_logger.py:59] Request cmpl-1 details: prompt: {PROMPT!r}.",
+        f"INFO 11-25 10:00:00 [logger.py:43] Received request cmpl-1: prompt: {PROMPT!r}, params: SamplingParams(n=1).",
+        f'DEBUG 11-25 10:00:00 [request_logger.py:74] Request cmpl-1 JSON body: {{"messages":["{PROMPT}"]}}',
+        f"INFO 11-25 10:00:00 [request_logger.py:108] Generated response cmpl-1: output: {PROMPT!r}",
+        f"[2026-11-25 10:00:00] Receive: obj=GenerateReqInput(rid='1', text={PROMPT!r})",
+        f'{{"level": "debug", "prompt": "{PROMPT}"}}',
+    ],
+)
+def test_no_prompt_and_no_answer_of_an_engine_s_log_is_in_it(report, tmp_path, line):
+    with (tmp_path / "vllm.log").open("a") as log:
+        log.write(f"{line}\nkvtiers: prompts with more KV lose hits\n")
+    text = report("--log", "vllm.log", answer="n\n").output
+    assert "salary" not in text
+    assert "(1 lines that name kvtiers in a request's prompt or answer are left out)" in text
+    assert "kvtiers: prompts with more KV lose hits" in text
+
+
+def test_what_an_engine_says_of_itself_has_its_histograms_in_one_line_each(report, monkeypatch):
+    said = {"name": "x", "tiers": ["a"], "latency": {"count": 3, "buckets": [0, 1, 2.5, 1e-09]}}
+    monkeypatch.setattr("kvtiers.cli.report.running", lambda: ["x"])
+    monkeypatch.setattr("kvtiers.cli.report.ask_engine", lambda _name: said)
+    text = report(answer="n\n").output
+    assert '  "buckets": [ 0, 1, 2.5, 1e-09 ]' in text
+    _, _, engines = text.partition("== running engines\n")
+    assert json.loads(engines.partition("\n\n")[0]) == said
 
 
 def test_without_a_terminal_nothing_is_written_unless_it_is_said(report, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,12 @@ __all__ = ["report"]
 
 _TAIL_BYTES = 8 << 20
 _SECONDS = 60.0
+# What engines write of a request has its prompt or its answer, either of which may speak of kvtiers.
+_OF_A_REQUEST = re.compile(
+    r"Received request |Request \S+ (?:details|JSON body): |Generated response |GenerateReqInput|"
+    r"prompt(?:_token_ids)?\W{0,3}[:=]"
+)
+_NUMBERS = re.compile(r"\[[\d\s.,eE+-]*\]")
 _RUN_KVTIERS = "from kvtiers.cli.main import main; main()"
 
 
@@ -32,7 +39,8 @@ Examples:
   kvtiers report tiers.yaml --log vllm.log --output report.txt
 
 It shows all of it, and asks, before it writes a file; nothing is sent anywhere. Passwords, keys and tokens are taken
-out wherever they stand. Names of hosts, buckets and folders are not: look at it before you post it.
+out wherever they stand, and lines of the log with a prompt or an answer are left out. Names of hosts, buckets and
+folders are not: look at it before you post it.
 Exit status: 0, or 1 if the answer was no."""
 )
 @click.argument("config", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -78,7 +86,7 @@ def _section(title: str, lines: list[str]) -> list[str]:
 def _machine() -> Iterator[str]:
     here = Machine()
     yield platform.platform()
-    yield f"{os.cpu_count()} processors, {len(here.numa_nodes())} NUMA nodes"
+    yield f"processors: {os.cpu_count()}, NUMA nodes: {len(here.numa_nodes())}"
     memory = here.total_memory()
     yield f"{format_size(memory)} of memory" if memory else "memory: not known"
     if command := shutil.which("nvidia-smi"):
@@ -103,14 +111,19 @@ def _output(command: list[str]) -> list[str]:
 def _engines() -> Iterator[str]:
     for name in running():
         try:
-            yield from json.dumps(ask_engine(name), indent=1).splitlines()
+            text = json.dumps(ask_engine(name), indent=1)
+            yield from _NUMBERS.sub(lambda found: " ".join(found[0].split()), text).splitlines()
         except (OSError, ValueError) as error:
             yield f"{name}: no answer: {error}"
 
 
 def _last_lines(log: Path, lines: int) -> list[str]:
-    """Return the last lines that name kvtiers, out of the last megabytes."""
+    """Return the last lines that name kvtiers, out of the last megabytes; not those of a request."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
-    return [line for line in text.splitlines() if "kvtiers" in line.lower()][-lines:]
+    found = [line for line in text.splitlines() if "kvtiers" in line.lower()]
+    own = [line for line in found if not _OF_A_REQUEST.search(line)]
+    left_out = len(found) - len(own)
+    note = [f"({left_out} lines that name kvtiers in a request's prompt or answer are left out)"] if left_out else []
+    return note + own[-lines:]

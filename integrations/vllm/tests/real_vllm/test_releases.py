@@ -1,11 +1,13 @@
 """Other releases of vLLM: a smoke where one runs on a CPU; its own manager over a tier, without an engine, for all."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvtiers_replay.logs import Reading, read_log
 from kvtiers_vllm.releases import release_of
 
 from .conftest import PROMPTS, WHOLE
@@ -104,3 +106,21 @@ def test_requests_of_different_salts_share_no_block_hash_also_where_a_salt_is_ha
     found, collide = run("salts.py", version).split()
     assert found.startswith(version or "0.32.0")
     assert (collide == "apart") == release_of(found).tags_salt, "with adapters off nothing else is bare text"
+
+
+@pytest.mark.parametrize("version", ["", *in_every_release("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")])
+def test_vllms_own_request_log_is_read_whatever_stands_in_its_prompts(tmp_path, version):
+    ids = list(range(200))
+    text = "it's \"quoted\" \\n\n\u00e4 Received request x: y details: prompt: 'z', prompt_token_ids: [1]" * 9
+    requests = [(text, ids), (None, ids), (text, None), ("other " * 100, None), (text, ids[:150])]
+    log = tmp_path / "server.log"
+    assert run("request_log.py", version, log, json.dumps(requests)).startswith(version or "0.32.0")
+    found = read_log(log, Reading("vllm"))
+    assert found.problems == {}
+    assert found.texts == 2
+    first, second, third, fourth, fifth = found.workload.requests
+    assert [each.num_tokens for each in (first, second, fifth)] == [200, 200, 150]
+    assert first.block_hashes == second.block_hashes
+    assert first.block_hashes[:2] == fifth.block_hashes
+    assert third.num_tokens == len(text) // 4
+    assert not set(third.block_hashes) & {*first.block_hashes, *fourth.block_hashes}

@@ -55,7 +55,7 @@ def _speed(bench: Bench) -> Drawing:
         axes.set_ylim(0.0, axes.get_ylim()[1] * 1.05)
         axes.set(ylabel="GB/s")
 
-    return draw("speed by size", paint, height=300)
+    return draw("speed by size", paint, height=300, legend_columns=len(_DASHES))
 
 
 def _latency(bench: Bench) -> Drawing:
@@ -72,7 +72,7 @@ def _latency(bench: Bench) -> Drawing:
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set(ylabel="one value")
 
-    return draw("latency by size", paint, height=260)
+    return draw("latency by size", paint, height=260, legend_columns=len(_DASHES))
 
 
 def _lines(

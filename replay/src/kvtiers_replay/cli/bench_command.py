@@ -9,13 +9,15 @@ from typing import Any
 
 import click
 import yaml
+from click.shell_completion import CompletionItem
 
 from kvtiers.api import ConfigError
+from kvtiers.api.plugin import ENTRY_POINT_GROUP
 from kvtiers.api.units import format_size, parse_size
 from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.cli.progress import show_progress, stop_on_interrupt
 from kvtiers.config import load_config
-from kvtiers.plugins import load_tier
+from kvtiers.plugins import installed_names, load_tier
 from kvtiers_replay.bench import Bench, BenchOptions, BenchTier, run_bench
 from kvtiers_replay.cli.size import model_options
 from kvtiers_replay.sizing import ModelShape, read_model
@@ -58,6 +60,11 @@ def _whole(ctx: click.Context, param: click.Parameter, text: str) -> int:
     return int(text)
 
 
+def _types_and_files(_ctx: click.Context, _param: click.Parameter, begin: str) -> list[CompletionItem]:
+    found = [CompletionItem(name) for name in installed_names(ENTRY_POINT_GROUP) if name.startswith(begin)]
+    return [*found, CompletionItem(begin, type="file")]
+
+
 @click.command(
     epilog="""\b
 Examples:
@@ -85,7 +92,7 @@ compare.
 
 Exit status: 0, 2 if a config or the command line is wrong or a tier did not give back what it took, 130 stopped."""
 )
-@click.argument("targets", metavar="TYPE|tiers.yaml...", nargs=-1, required=True)
+@click.argument("targets", metavar="TYPE|tiers.yaml...", nargs=-1, required=True, shell_complete=_types_and_files)
 @click.option("--compare", is_flag=True, help="Put the tiers of several configs side by side, in turns.")
 @click.option("--set", "given", metavar="NAME=VALUE", multiple=True, callback=_options, help="An option of a TYPE.")
 @click.option("--sizes", metavar="SIZES", callback=_list(with_unit(parse_size)), default=_SIZES, show_default=True,

@@ -73,7 +73,8 @@ class Evaluation:
     """All figures of an evaluation; rates are shares of the full chunks asked for.
 
     ``gpu``: the engine's own cache alone. ``memory``: a primary alone, by size. ``behind``: the chosen primary with a
-    tier behind it, by size. ``offers``: each type of tier at its best size.
+    tier behind it, by size. ``offers``: each type of tier at its best size. ``asked``: the sizes that were tried,
+    bytes by the chunks that they have room for.
     """
 
     question: Question
@@ -87,6 +88,7 @@ class Evaluation:
     primary: PlanPoint
     behind: list[PlanPoint]
     offers: list[Offer]
+    asked: Mapping[int, int]
     changes: list[Change] = field(default_factory=list)
     trial: Trial | None = None
 
@@ -118,8 +120,9 @@ class Evaluation:
         return self.pricing.gpu_seconds(self.saved_chunks(point) * self.trace.tokens_per_chunk)
 
     def bytes_of(self, chunks: int | None) -> int:
-        """Return the bytes of so many chunks; None: of all."""
-        return (self.trace.unique if chunks is None else chunks) * (self.sizes.value_bytes or 1)
+        """Return the size that was tried with so many chunks, or their bytes; None: of all."""
+        value_bytes = self.sizes.value_bytes or 1
+        return self.trace.unique * value_bytes if chunks is None else self.asked.get(chunks, chunks * value_bytes)
 
     def total_saved(self) -> float:
         """Return the GPU seconds that the chosen primary and the chosen tier save together, over the log."""
@@ -206,21 +209,27 @@ def evaluate(log: ReadLog, question: Question, progress: Progress = lambda _doin
     pricing = _pricing(log, question, trace, value_bytes)
     memory = question.memory or _memory_sizes(question.most_memory * pricing.engines, whole)
     gpu_case = PlanCase(_chunks(question.gpu_cache * pricing.engines, value_bytes, trace))
-    cases = list(dict.fromkeys([gpu_case, *(PlanCase(_chunks(size, value_bytes, trace)) for size in sorted(memory))]))
-    points = _simulate("sizes of memory", trace, cases, question, progress)
+    asked: dict[int, int] = {}
+    for size in sorted(memory):
+        asked.setdefault(_chunks(size, value_bytes, trace), size)
+    sized = [PlanCase(chunks) for chunks in asked]
+    points = _simulate("sizes of memory", trace, list(dict.fromkeys([gpu_case, *sized])), question, progress)
     alone = {point.case: point for point in points}
-    chosen = [alone[PlanCase(_chunks(size, value_bytes, trace))] for size in sorted(memory)]
-    chosen = list({point.case: point for point in chosen}.values())
+    chosen = [alone[case] for case in sized]
     gpu = alone[gpu_case]
     best = max(point.rate for point in chosen)
     primary = next(point for point in chosen if point.rate >= best - _NEAR)
-    behind = _simulate("a tier behind it", trace, _behind(primary, whole, value_bytes, trace), question, progress)
+    own = primary.case.primary
+    room = {size // value_bytes: size for size in _ladder(whole, _TIER_SIZES) if asked[own] < size < whole}
+    asked = room | asked
+    cases = [PlanCase(own, tiers=(PlanTier(_TIER, chunks),)) for chunks in [*room, trace.unique] if chunks]
+    behind = _simulate("a tier behind it", trace, cases, question, progress)
     learning = cases_of_interest(trace, [primary.case])
     learnt = _simulate("another eviction policy", trace, learning, question, progress)
     suggestions = suggest(question.shape, question.tokens_per_block, question.links, question.prefill_speed)
     return Evaluation(
         question, log, trace, sizes, pricing, suggestions, gpu, chosen, primary, behind,
-        _offers(primary, behind, hits_of(gpu), pricing, trace),
+        _offers(primary, behind, hits_of(gpu), pricing, trace, asked), asked,
         changes(trace, [primary], learnt, question.prefill_speed),
     )  # fmt: skip
 
@@ -238,15 +247,6 @@ def _ladder(most: int, steps: int) -> list[int]:
     """Return powers of two from 1 MiB on, the largest of which is the first that is no smaller than ``most``."""
     top = max(20, math.ceil(math.log2(max(2, most))))
     return [1 << power for power in range(max(20, top - steps + 1), top + 1)]
-
-
-def _behind(primary: PlanPoint, whole: int, value_bytes: int, trace: PlanTrace) -> list[PlanCase]:
-    """Return the primary's case with a tier behind it, at sizes beyond its own up to all there is."""
-    own = primary.case.primary * value_bytes
-    bounds = [size // value_bytes for size in _ladder(whole, _TIER_SIZES) if own < size < whole]
-    return [
-        PlanCase(primary.case.primary, tiers=(PlanTier(_TIER, chunks),)) for chunks in [*bounds, trace.unique] if chunks
-    ]
 
 
 def _simulate(
@@ -293,15 +293,20 @@ def _runs(trace: PlanTrace) -> list[int]:
 
 
 def _offers(
-    primary: PlanPoint, behind: Sequence[PlanPoint], floor: int, pricing: Pricing, trace: PlanTrace
+    primary: PlanPoint,
+    behind: Sequence[PlanPoint],
+    floor: int,
+    pricing: Pricing,
+    trace: PlanTrace,
+    asked: Mapping[int, int],
 ) -> list[Offer]:
     """Return each type of tier at the size that is worth most, of those that add hits; of equals, the smallest."""
     found = []
     for tier in TIER_TYPES:
         offers = []
         for point in behind:
-            chunks = point.case.tiers[0].chunks
-            size = (trace.unique if chunks is None else chunks) * pricing.value_bytes
+            chunks = point.case.tiers[0].chunks or trace.unique
+            size = trace.unique * pricing.value_bytes if chunks == trace.unique else asked[chunks]
             offers.append(offer_of(tier, size, primary, point, floor, pricing))
         # Where none pays, the smallest loses least: but the reason is that of one that has what comes back.
         offers = [offer for offer in offers if offer.adds_hits] or offers
@@ -311,6 +316,8 @@ def _offers(
     return found
 
 
-def hours_text(seconds: float) -> str:
+def span_text(seconds: float) -> str:
     """Return how long a log is, as people say it."""
-    return f"{seconds / DAY:.1f} days" if seconds >= 2 * DAY else f"{seconds / 3600:.2g} hours"
+    units = ((DAY, "days"), (3600.0, "hours"), (60.0, "minutes"))
+    unit, name = next((each for each in units if seconds >= 2 * each[0]), (1.0, "seconds"))
+    return f"{seconds / unit:.3g} {name}"

@@ -168,9 +168,10 @@ def _verdict(
     if pricing.seconds:
         moved = max(sum(point.written.values()), sum(point.promoted.values())) * pricing.value_bytes / pricing.seconds
         if moved > link.bytes_per_second * pricing.engines:
+            links = f"{pricing.engines} such links" if pricing.engines > 1 else "such a link"
             return False, (
                 f"the log moves {moved / 1e9:.2g} GB/s on average, more than the "
-                f"{link.bytes_per_second * pricing.engines / 1e9:.2g} GB/s of {pricing.engines} such links"
+                f"{link.bytes_per_second * pricing.engines / 1e9:.2g} GB/s of {links}"
             )
     if saved is not None and cost is not None and cost >= saved:
         return False, f"it costs {pricing.currency}{cost:,.2f} a day and saves {pricing.currency}{saved:,.2f}"
@@ -186,5 +187,6 @@ def size_text(nbytes: int) -> str:
 
 def config_size(nbytes: int) -> str:
     """Return a size of at least so many bytes, as a config has it."""
-    unit, text = next((each for each in _UNITS[1:] if nbytes >= 8 * each[0]), _UNITS[-1])
+    # The largest unit that is exact, or that rounds up by an eighth at most.
+    unit, text = next((each for each in _UNITS[1:] if not nbytes % each[0] or nbytes >= 8 * each[0]), _UNITS[-1])
     return f"{-(-nbytes // unit)}{text}"

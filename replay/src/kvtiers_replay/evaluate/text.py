@@ -2,24 +2,25 @@
 
 from collections.abc import Sequence
 
-from kvtiers_replay.evaluate.evaluation import Evaluation, hours_text
+from kvtiers_replay.evaluate.evaluation import Evaluation, span_text
 from kvtiers_replay.evaluate.offers import DAY, Offer, size_text
 from kvtiers_replay.plan import PlanPoint, change_line
 from kvtiers_replay.report.units import percent, seconds
 
 __all__ = ["CHOSEN", "MEMORY_COLUMNS", "TIER_COLUMNS", "about", "assumptions", "memory_rows", "tier_rows", "verdict"]
 
-CHOSEN = "* the smallest memory within a point of the largest; the tiers stand behind it."
+CHOSEN = "* the smallest memory whose own hits are within a point of the largest one's; the tiers stand behind it."
 MEMORY_COLUMNS = ("memory", "tier behind it", "hits", "GPU time saved", "of all prefill", "saved a day")
 TIER_COLUMNS = (
     "tier", "size", "points of hits", "pays from", "GPU time saved", "saved a day", "costs a day", "pays", "why",
 )  # fmt: skip
+_NOTHING = 0.001  # of all chunks asked for
 
 
 def about(evaluation: Evaluation) -> str:
     """Return what was evaluated, in one line."""
     log, trace, pricing = evaluation.log, evaluation.trace, evaluation.pricing
-    span = f" in {hours_text(pricing.seconds)}" if pricing.seconds else ""
+    span = f" in {span_text(pricing.seconds)}" if pricing.seconds else ""
     return (
         f"{len(log.workload.requests):,} requests{span}, {trace.references:,} full chunks of {trace.tokens_per_chunk} "
         f"tokens, {trace.unique:,} of them different, {size_text(evaluation.bytes_of(None))} of KV. "
@@ -50,13 +51,7 @@ def verdict(evaluation: Evaluation) -> list[str]:
 def _worth(evaluation: Evaluation) -> str:
     saved, whole = evaluation.total_saved(), evaluation.prefill_seconds()
     if not evaluation.memory_pays and evaluation.chosen is None:
-        why = (
-            "nothing comes back in this log"
-            if evaluation.infinite_rate < 0.001
-            else f"the GPU's own cache hits {percent(evaluation.gpu.rate)} of the {percent(evaluation.infinite_rate)} "
-            "that an infinite one does, and no tier that could hold the rest pays"
-        )
-        return f"It does not pay: {why}."
+        return f"It does not pay: {_nothing_saved(evaluation)}."
     size = size_text(evaluation.bytes_of(evaluation.primary.case.primary))
     with_tier = f" and {evaluation.chosen.tier.title}" if evaluation.chosen else ""
     by_day = evaluation.pricing.by_day(evaluation.pricing.money(saved))
@@ -64,6 +59,18 @@ def _worth(evaluation: Evaluation) -> str:
     return (
         f"It pays: {size} of memory{with_tier} would save {gpu_time(saved)} of {gpu_time(whole)} of GPU time for "
         f"prefill ({percent(saved, whole)}){worth}, beyond what the GPU's own cache saves."
+    )
+
+
+def _nothing_saved(evaluation: Evaluation) -> str:
+    own, infinite = evaluation.gpu.rate, evaluation.infinite_rate
+    if infinite < _NOTHING:
+        return "nothing comes back in this log"
+    if infinite - own < _NOTHING:
+        return f"the GPU's own cache hits all of the {percent(infinite)} that an infinite one does"
+    return (
+        f"the GPU's own cache hits {percent(own)} of the {percent(infinite)} that an infinite one does, and no tier "
+        "that could hold the rest pays"
     )
 
 
@@ -122,9 +129,10 @@ def assumptions(evaluation: Evaluation) -> list[tuple[str, str]]:
     question, pricing = evaluation.question, evaluation.pricing
     shape = question.shape
     busy = f" for {pricing.engines} engines" if pricing.engines > 1 else ""
+    kept = _counted(pricing.engines, "engine") if question.engines else f"the log keeps {pricing.engines} busy"
     return [
         (f"{shape.name}: {size_text(shape.bytes_per_token)} of KV a token, in {shape.kv_dtype}", "--model, --kv-dtype"),
-        (f"{question.prefill_speed:,.0f} tokens/s of prefill an engine: the log keeps {pricing.engines} busy",
+        (f"{question.prefill_speed:,.0f} tokens/s of prefill an engine: {kept}",
          "--prefill-speed, --engines"),
         (f"{_counted(question.gpus, 'GPU')} an engine, {question.currency}{question.gpu_hour:g} an hour each",
          "--tp, --gpu-price"),
@@ -155,9 +163,9 @@ def _span_text(evaluation: Evaluation) -> str:
     if length is None:
         return "the log has no times, so that nothing is said by the day"
     if length >= DAY:
-        return f"the log is {hours_text(length)} long; a day is like that"
+        return f"the log is {span_text(length)} long; a day is like that"
     return (
-        f"the log is {hours_text(length)} long, and every hour is taken to be like it; with more of it, more comes "
+        f"the log is {span_text(length)} long, and every hour is taken to be like it; with more of it, more comes "
         "back and more room is needed"
     )
 
@@ -167,7 +175,7 @@ def suggestion_rows(evaluation: Evaluation) -> Sequence[tuple[str, str]]:
     return [
         (
             each.link.name,
-            f"{_counted(each.layout.blocks_per_chunk, 'block')} of {evaluation.question.tokens_per_block} tokens",
+            f"{each.layout.blocks_per_chunk} (blocks of {evaluation.question.tokens_per_block} tokens)",
         )
         for each in evaluation.suggestions
     ]

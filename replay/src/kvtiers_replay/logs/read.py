@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 from kvtiers.api import ConfigError
 from kvtiers_replay.logs.prompts import LineError, Prompt, prompts_of, request_of, time_of, usage_of
-from kvtiers_replay.logs.vllm import VllmLines
+from kvtiers_replay.logs.vllm import HOW_TO_LOG, VllmLines
 from kvtiers_replay.trace import GZIP_MAGIC, TRACE_TOKENS_PER_BLOCK, trace_request
 from kvtiers_replay.workload import ReplayRequest, Workload
 
@@ -30,6 +30,7 @@ LogKind: TypeAlias = Literal["log", "vllm", "openai"]
 _REPORT_EVERY = 256  # lines
 _TRUNCATED_SHARE = 0.05
 _FEW = 5
+_NO_JSON = "are no JSON"
 _OTHER_KIND = "are of another kind than the first request (a log is of prompts, or a trace of block hashes)"
 _TRACE_LINE = "are no line of a trace with block hashes, as the first request is"
 
@@ -172,7 +173,7 @@ class _Reader:
             fields = json.loads(line)
         except (ValueError, RecursionError):
             cut = not raw.endswith(b"\n") and line.lstrip()[:1] == "{"
-            raise LineError("are cut off at the end of the log" if cut else "are no JSON") from None
+            raise LineError("are cut off at the end of the log" if cut else _NO_JSON) from None
         if not isinstance(fields, dict):
             raise LineError("are JSON and no object")
         return fields
@@ -234,9 +235,16 @@ class _Reader:
         found = ReadLog(workload, self._lines, self._problems, self._notes(tokens), self._texts, seconds)
         if not any(request.block_hashes for request in self.requests):
             short = f"none of its {len(self.requests):,} requests has {tokens} tokens" if self.requests else ""
-            why = [short] if short else found.problem_lines() or ["it has no request"]
-            raise ConfigError(f"{self._where}: no request that can be used: {'; '.join(why)}")
+            why = [short] if short else found.problem_lines() or [self._no_request()]
+            raise ConfigError(f"{self._where}: no request that can be used: {'; '.join(why)}{self._hint()}")
         return found
+
+    def _no_request(self) -> str:
+        return f"it has no request{f' ({HOW_TO_LOG})' if self._reading.kind == 'vllm' else ''}"
+
+    def _hint(self) -> str:
+        no_objects = self._reading.kind != "vllm" and _NO_JSON in self._problems
+        return ". The log of a vLLM server is read with --vllm-log" if no_objects else ""
 
     def _arrivals(self) -> list[ReplayRequest]:
         """Return the requests with their times from 0 on; one a second where the log has none."""

@@ -6,7 +6,8 @@ vLLM writes the prompt at the level DEBUG, in a line before the request's own, a
     (APIServer pid=7) INFO 11-25 10:00:00 [...] Received request ID: params: ..., lora_request: None.
 
 Older releases write one line, ``Received request ID: prompt: '...', params: ..., prompt_token_ids: [1, 2], ...``.
-All other lines are the server's own. The date has no year; where months go back, the next one has begun.
+All other lines are the server's own, or have what was generated (``--enable-log-outputs``), whatever that says. The
+date has no year; where months go back, the next one has begun.
 """
 
 import ast
@@ -17,12 +18,10 @@ from typing import Any
 
 from kvtiers_replay.logs.prompts import LineError, Prompt
 
-__all__ = ["NO_PROMPT", "VllmLines"]
+__all__ = ["HOW_TO_LOG", "VllmLines"]
 
-NO_PROMPT = (
-    "have a request and not its prompt (start vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, and "
-    "without --max-log-len)"
-)
+HOW_TO_LOG = "start vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, and without --max-log-len"
+_NO_PROMPT = f"have a request and not its prompt ({HOW_TO_LOG})"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TEXT = r"""'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*\""""
 _DETAILS = re.compile(
@@ -32,6 +31,9 @@ _BOTH = re.compile(rf"Received request (?P<id>\S+): prompt: (?P<prompt>None|{_TE
 _LATER_IDS = re.compile(r"prompt_token_ids: (?P<ids>None|\[[\d, ]*\])")
 _RECEIVED = re.compile(r"Received request (?P<id>\S+): ")
 _STARTS = ("Received request ", " details: prompt: ")
+_HEAD = re.compile(
+    r"Received request |Request \S+ details: prompt: |(?P<other>Generated response |Request \S+ JSON body: )"
+)
 _DATE = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
 _YEAR = 2024  # a leap year, so that each day is one
 _BACK = timedelta(days=180)
@@ -51,31 +53,36 @@ class VllmLines:
         if not any(start in line for start in _STARTS):
             self.other += 1
             return None
-        line, moment = self._message(_COLOUR.sub("", line))
-        if found := _DETAILS.search(line):
+        line, when = self._message(_COLOUR.sub("", line))
+        head = _HEAD.search(line)  # the first one: what comes after it may be anyone's text
+        if head is None or head["other"]:
+            self.other += 1
+            return None
+        moment = self._moment(line[: head.start()] if when is None else when)
+        if found := _DETAILS.match(line, head.start()):
             self._with_prompt.add(found["id"])
             return self._prompt(found["prompt"], found["ids"]), moment
-        if found := _BOTH.search(line):
+        if found := _BOTH.match(line, head.start()):
             ids = _LATER_IDS.search(line, found.end())
             return self._prompt(found["prompt"], ids["ids"] if ids else "None"), moment
-        received = _RECEIVED.search(line)
+        received = _RECEIVED.match(line, head.start())
         if received is None:
             raise LineError("begin as a request's and go on otherwise (cut off, or of another release of vLLM)")
         if received["id"] in self._with_prompt:
             self._with_prompt.discard(received["id"])
             return None
-        raise LineError(NO_PROMPT)
+        raise LineError(_NO_PROMPT)
 
-    def _message(self, line: str) -> tuple[str, float | None]:
-        """Return a line's message, out of JSON if the log is that, and its time."""
+    @staticmethod
+    def _message(line: str) -> tuple[str, str | None]:
+        """Return a line's message and its date, out of JSON if the log is that; else all of it, and None."""
         if line.startswith("{"):
             try:
                 fields: dict[str, Any] = json.loads(line)
             except ValueError:
                 raise LineError("are no JSON, though they begin so") from None
-            return str(fields.get("message", "")), self._moment(str(fields.get("asctime", fields.get("timestamp", ""))))
-        start = min(at for at in (line.find(start) for start in _STARTS) if at >= 0)
-        return line, self._moment(line[:start])
+            return str(fields.get("message", "")), str(fields.get("asctime", fields.get("timestamp", "")))
+        return line, None
 
     def _moment(self, text: str) -> float | None:
         found = list(_DATE.finditer(text))
@@ -98,7 +105,7 @@ class VllmLines:
             found: list[int] = json.loads(ids)
             return found
         if text == "None":
-            raise LineError(NO_PROMPT)
+            raise LineError(_NO_PROMPT)
         try:
             prompt: str = ast.literal_eval(text)
         except (ValueError, SyntaxError):

@@ -119,10 +119,12 @@ def style() -> str:
     return (files(__package__) / "templates" / "colours.css").read_text(encoding="utf-8")
 
 
-def draw(label: str, paint: Paint, *, width: int = WIDE, height: int = 230, title: str = "") -> Drawing:
+def draw(
+    label: str, paint: Paint, *, width: int = WIDE, height: int = 230, title: str = "", legend_columns: int = 99
+) -> Drawing:
     """Return what ``paint`` fills the axes with. ``label``: what it shows, for those who cannot see it.
 
-    ``height``: without the legend, whose rows come below.
+    ``height``: without the legend, whose rows come below. ``legend_columns``: the most of it, of those with room.
     """
     marks, out = Marks(), io.StringIO()
     with matplotlib.style.context(["default", _STYLE | {"svg.hashsalt": label}]):
@@ -131,7 +133,7 @@ def draw(label: str, paint: Paint, *, width: int = WIDE, height: int = 230, titl
         paint(axes, marks)
         if title:
             axes.set_title(title, pad=12)
-        height += _legend(figure, axes, width)
+        height += _legend(figure, axes, width, legend_columns)
         figure.set_size_inches(width / 72, height / 72)
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = marks.named(_in_variables(out.getvalue()))
@@ -144,16 +146,18 @@ def draw(label: str, paint: Paint, *, width: int = WIDE, height: int = 230, titl
     )
 
 
-def _legend(figure: Figure, axes: Axes, width: int) -> int:
+def _legend(figure: Figure, axes: Axes, width: int, most_columns: int) -> int:
     """Put a legend below the axes, in as many columns as there is room for; return its height in pixels."""
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return 0
     # Marks drawn from data come first.
     ordered = sorted(zip(handles, names, strict=True), key=lambda entry: entry[1] in _levels(axes))
-    handles, names = [handle for handle, _ in ordered], [name for _, name in ordered]
     longest = max(len(name) for name in names) * _LETTER + _LEGEND_SAMPLE
-    columns = min(len(names), max(1, int(width / longest)))
+    columns = min(len(names), most_columns, max(1, int(width / longest)))
+    # matplotlib fills columns one by one; people read rows.
+    by_column = [entry for column in range(columns) for entry in ordered[column::columns]]
+    handles, names = [handle for handle, _ in by_column], [name for _, name in by_column]
     figure.legend(handles, names, loc="outside lower left", ncols=columns)
     return _LEGEND_ROW * -(-len(names) // columns) + 10
 

@@ -35,7 +35,7 @@ def test_a_log_is_evaluated_and_the_terminal_says_what_pays_and_where_the_page_i
     )
     result = run("evaluate", "--log", log, *options, "--output", "a.html")
     assert result.exit_code == 0, result.output
-    assert "60 requests in 0.16 hours, 420 full chunks of 64 tokens, " in result.output
+    assert "60 requests in 9.83 minutes, 420 full chunks of 64 tokens, " in result.output
     assert "It pays: " in result.output
     assert "EUR " in result.output
     assert "version: 1\nnamespace: prod\nprimary: {capacity: " in result.output
@@ -55,7 +55,7 @@ def test_a_models_numbers_and_other_links_and_prices_are_taken(run, log):
     data = json.loads(run("evaluate", "--log", log, *options, *prices).stdout)
     assert data["bytes_per_token"] == 65_536
     assert (data["gpus"], data["gpu_hour"], data["seconds"]) == (2, 4.0, 7200.0)
-    assert [each["primary_bytes"] >> 20 for each in data["memory"]] == [24]  # three chunks of 8 MiB, sealed
+    assert [each["primary_bytes"] >> 20 for each in data["memory"]] == [32]  # though three chunks of 8 MiB fit, sealed
     tiers = {tier["type"]: tier for tier in data["tiers"]}
     assert tiers["object"]["break_even_tokens"] is not None
     assert tiers["disk"]["cost_a_day"] > 0
@@ -70,10 +70,15 @@ def test_a_models_numbers_and_other_links_and_prices_are_taken(run, log):
         (("--log", "requests.jsonl", "--tier-price", "disc=1"), "expected one of disk, network, object"),
         (("--log", "requests.jsonl", "--output", "a.txt"), "a name that ends in .html"),
         (("--log", "absent.jsonl"), "absent.jsonl: cannot read the log: No such file"),
-        (("--vllm-log", "requests.jsonl"), "requests.jsonl: no request that can be used: it has no request"),
+        (("--vllm-log", "requests.jsonl"), "no request that can be used: it has no request (start vLLM with --enable-"),
+        (
+            ("--log", "server.log"),
+            "2 lines are no JSON; the first is line 1. The log of a vLLM server is read",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(run, log, arguments, said):
+    (log.parent / "server.log").write_text("INFO 11-25 10:00:00 [api_server.py:1] Starting\nINFO: Started\n")
     result = run("evaluate", *arguments)
     assert result.exit_code == 2
     assert said in result.output

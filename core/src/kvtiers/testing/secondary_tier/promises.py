@@ -248,7 +248,8 @@ class ResultTests(TierTestBase):
         keys = new_keys(16)
         contents = [engine.fill(row, row) for row in range(16)]
         stores = [engine.store([keys[i], keys[i + 1]], [i, i + 1]) for i in range(0, 16, 2)]
-        assert all(result.success for result in engine.finish(*stores))
+        failed = [result for result in engine.finish(*stores) if not result.success]
+        assert not failed, f"{len(failed)} of 8 stores in flight at the same time failed; the tier's log says why"
         loads = [engine.load([keys[i]], [20 + i]) for i in range(16)]
         loads += [engine.load(new_keys(1), [50]) for _ in range(4)]
         assert [result.success for result in engine.finish(*loads)] == [True] * 16 + [False] * 4
@@ -279,10 +280,12 @@ class ResultTests(TierTestBase):
         content = engine.fill(0, 1)
         engine.finish(engine.store([stored], [0]))
 
+        loads: list[int] = []
+
         def step() -> None:
             engine.fill(1, 2)
             engine.store([new], [1])
-            engine.load([stored], [2])
+            loads.append(engine.load([stored], [2]))
             engine.tier.lookup(new, engine.request)
             engine.step()
 
@@ -290,6 +293,7 @@ class ResultTests(TierTestBase):
             where = call_within(self.patience / 3, step)
         assert not where, f"a call on the engine's thread waited for the backend, which was held meanwhile{where}"
         engine.finish_all()
+        assert engine.finish(*loads)[0].success, "a load in flight beside a store failed; the tier's log says why"
         same_bytes(engine.value_in(2), content, "the chunk that was loaded while the backend was held")
 
 
