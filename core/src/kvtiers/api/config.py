@@ -265,10 +265,10 @@ class TierConfig(StrictModel):
         default=5.0, ge=0, description="time that a failed transfer has to end before its host is killed"
     )
     retries: int = Field(default=2, ge=0, description="further attempts after a transient error, inside the deadline")
-    store_queue: int = Field(
-        default=1024,
-        ge=1,
-        description="values waiting to be written; more are dropped and counted",
+    store_queue: int | Literal["auto"] = Field(
+        default="auto",
+        description="most values waiting to be written; more are dropped and counted; auto: as many as were written "
+        "in the last 5 to 10 s, and 1024 at least",
         json_schema_extra=LIVE,
     )
     compression: Compression = Field(
@@ -343,6 +343,13 @@ class TierConfig(StrictModel):
                 "'auto', since one thread at least is kept for loads"
             )
         return self
+
+    @field_validator("store_queue")
+    @classmethod
+    def _takes_a_value(cls, store_queue: int | Literal["auto"]) -> int | Literal["auto"]:
+        if store_queue != "auto" and store_queue < 1:
+            raise ValueError(f"expected at least 1, or 'auto', got {store_queue}")
+        return store_queue
 
     @field_validator("compression")
     @classmethod

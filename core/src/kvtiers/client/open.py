@@ -24,6 +24,7 @@ from kvtiers.metrics import CLIENT_TIER_FIGURES
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import require_linux
+from kvtiers.secondary.store_tier import LEAST_STORE_QUEUE
 from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tier_set import TierRows, TierSet
 
@@ -123,7 +124,8 @@ def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, regi
 
     No claims where a tier moves values in this process: it needs bounce rows.
     """
-    queues = [tier.store_queue for tier in config.secondary if not tier.read_only]
+    given = [tier.store_queue for tier in config.secondary if not tier.read_only]
+    queues = [LEAST_STORE_QUEUE if most == "auto" else most for most in given]
     most = min([*queues, 1 << 20]) // (2 if region else 1)
     hosts_alone = all(tier.io == "process" and load_tier(tier.type).kind == "store" for tier in config.secondary)
     claims = most if region and hosts_alone else 0

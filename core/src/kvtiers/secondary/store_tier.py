@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TierConfig, TierRequest, TransferJob
 from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Probed, Status
@@ -19,7 +20,7 @@ from kvtiers.secondary.host_pool import HostPool
 from kvtiers.secondary.presence_cache import PresenceCache, SuspectKeys
 from kvtiers.secondary.tier_jobs import EventTier, InflightJob, TierEvent, not_done
 
-__all__ = ["ChunkStoreTier"]
+__all__ = ["LEAST_STORE_QUEUE", "ChunkStoreTier"]
 
 _PROBE_KEY = b"\x00" * 8
 """Any key will do: the breaker's probe asks whether the store answers, not what.
@@ -31,6 +32,9 @@ _CLOSE_SECONDS = 3.0
 _TRIED_AGAIN = (
     "its lookups miss until it is back. It is tried again by itself; 'kvtiers check' with its config says more"
 )
+LEAST_STORE_QUEUE = 1024
+"""Values that may wait to be written with ``store_queue: auto``, however slow the store is."""
+_PERIOD_SECONDS = 5.0
 _MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
 _QUIET_SECONDS = 30.0  # for so long it must have dropped nothing: at its limit a store takes some values and drops some
 _FIGURES = (
@@ -57,7 +61,7 @@ class ChunkStoreTier(EventTier):
         self._deadline = config.deadline
         self._breaker = Breaker(config.breaker, clock)
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
-        self._counts = _Counts(config.store_queue)
+        self._counts = _Counts(config.store_queue, clock)
         self._generation = 0
         """Of the names: that of a job in flight may be an earlier one."""
         self._suspects = SuspectKeys()
@@ -235,7 +239,7 @@ class ChunkStoreTier(EventTier):
         """Use these limits in each host from now on."""
         self._hosts.set_limits(limits)
 
-    def set_waits(self, exists_ttl: float, store_queue: int) -> None:
+    def set_waits(self, exists_ttl: float, store_queue: int | Literal["auto"]) -> None:
         """Use these options from now on: how long an answer is reused, and how many values may wait to be written."""
         self._lookups.set_ttl(exists_ttl)
         self._counts.store_queue = store_queue
@@ -405,16 +409,25 @@ class ChunkStoreTier(EventTier):
 class _Counts:
     """One tier's counts. ``store_queue``: the most chunks that may be on their way into the store."""
 
-    def __init__(self, store_queue: int) -> None:
+    def __init__(self, store_queue: int | Literal["auto"], clock: Callable[[], float]) -> None:
         self.store_queue = store_queue
         self.storing = 0
         """Chunks on their way into the store."""
         self.figures = dict.fromkeys(_FIGURES, 0)
+        self._clock = clock
+        self._period_began = clock()
+        self._written = self._written_before = 0  # in this period, and in the one before
 
     @property
     def room(self) -> int:
-        """Chunks that the store queue has room for."""
-        return max(0, self.store_queue - self.storing)
+        """Chunks that the store queue has room for.
+
+        With "auto" what waits is written within seconds, whatever a value's size and the store's speed: prompts are
+        computed faster than a fast store writes them, in bursts, and a number that holds a burst for it would have the
+        values of a slow store wait beyond their deadline.
+        """
+        lately = max(LEAST_STORE_QUEUE, self._written + self._written_before)
+        return max(0, (lately if self.store_queue == "auto" else self.store_queue) - self.storing)
 
     def begin(self, job: InflightJob) -> None:
         """Count a job; those of its chunks that are not handed over are dropped."""
@@ -433,6 +446,7 @@ class _Counts:
         statuses, figures = job.statuses, self.figures
         if job.is_store:
             self.storing -= len(job.keys)
+            self._note_written(statuses.count(Status.DONE))
         figures["retries"] += job.retries
         figures["already_present"] += statuses.count(Status.PRESENT)
         if success:
@@ -444,6 +458,14 @@ class _Counts:
         figures["dropped_refused"] += statuses.count(Status.REFUSED)
         figures["dropped_quota"] += statuses.count(Status.NO_ROOM)
         return damaged
+
+    def _note_written(self, values: int) -> None:
+        now = self._clock()
+        if now - self._period_began >= _PERIOD_SECONDS:
+            is_next = now - self._period_began < 2 * _PERIOD_SECONDS
+            self._written_before, self._written = (self._written if is_next else 0), 0
+            self._period_began = now
+        self._written += values
 
 
 class _DropWatch:

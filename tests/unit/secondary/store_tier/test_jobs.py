@@ -1,5 +1,7 @@
 """Jobs of a store's tier, and what is counted of them."""
 
+import itertools
+
 from tests.unit.secondary.store_tier.hand_backend import MISS, job, lookup, result_of, step
 
 from kvtiers.host.messages import JobDone, JobFailed, JobStarted, Status
@@ -19,6 +21,41 @@ def test_a_full_store_queue_takes_what_it_has_room_for_and_drops_and_counts_the_
     assert tier.is_available(), "a full queue is no failure of the tier"
     tier.submit_store(job(3, [kit.key(100 + place) for place in range(3)]))
     assert backend.jobs[-1].job_id == 3
+
+
+def test_the_queue_of_a_store_grows_with_what_it_has_written_in_seconds(make, backend, kit, clock):
+    """A burst is computed faster than a fast store writes it; what waits for a slow one would outlive its deadline."""
+    tier = make()
+    numbers = itertools.count(1)
+
+    def taken(count):
+        number = next(numbers)
+        tier.submit_store(job(number, [kit.key(number * 10_000 + place) for place in range(count)]))
+        sent = next((len(sent.keys) for sent in backend.jobs if sent.job_id == number), 0)
+        return number, sent
+
+    def written(number, count):
+        result_of(backend, number, *[Status.DONE] * count)
+        step(tier)
+
+    first, sent = taken(3000)
+    assert sent == 1024, "nothing is known of the store yet"
+    written(first, 1024)
+    for _ in range(4):
+        number, sent = taken(1000)
+        assert sent == 1000
+        written(number, 1000)
+    number, sent = taken(6000)
+    assert sent == 5024, "what it has written a moment ago"
+    clock.now += 5.0
+    written(number, 5024)
+    clock.now += 5.0
+    number, sent = taken(9000)
+    assert sent == 9000, "the last two periods: 5,024 before this one and 5,024 in it"
+    assert tier.stats()["dropped_queue"] == 3000 - 1024 + 6000 - 5024
+    clock.now += 60.0
+    written(number, 9000)
+    assert taken(9001)[1] == 9000, "what it wrote before a long pause says nothing of its speed now"
 
 
 def test_loads_are_not_held_up_by_a_full_store_queue(make, backend, keys):
