@@ -146,9 +146,10 @@ def test_a_step_that_was_scheduled_ahead_is_computed_when_the_one_before_has_bee
     assert steps.take_computed()[:2] == (500, 1.0)
 
 
-def test_a_step_that_computes_nothing_takes_nothing_from_the_next(steps, clock):
+@pytest.mark.parametrize("before", [0, 1, 4], ids=["waits for loads", "computes a loaded prompt's end", "decodes"])
+def test_a_short_step_takes_nothing_from_the_next(before, steps, clock):
     """Its end is seen when the next has been launched: by then most of that may have been computed."""
-    steps.begins(0, 0)
+    steps.begins(before, before)
     steps.begins(8192, 1)
     clock.now += 0.30
     steps.ends()

@@ -2,8 +2,9 @@
 
 **The clock** counts prefill tokens and seconds, for ``load_wait: auto``. A step counts in which prompts are most of
 what is computed. vLLM may schedule a step before the one before has ended; steps end in the order in which they begin,
-and each is computed when the one before has been. The end of one that computes nothing says nothing of the next: it may
-be seen only when that has been launched, which takes a while.
+and a step of prompts is computed when the one of prompts before it has been. The end of a short one says nothing of the
+next: it is seen only when the next has been launched, which takes a while. So a step may count with what was left of a
+decoding step before it; what makes a step longer is no harm (``estimates.py``), what makes it shorter is.
 
 **The limit.** The loads that a pass finds begin when it has ended, and a burst makes it long: on an H100 24 prompts of
 8k tokens took 106 ms to schedule, for as long the link stood still. So a pass that has found loads passes over the
@@ -27,8 +28,8 @@ class StepClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._running: deque[tuple[int, int, float, float]] = deque(maxlen=_STEPS_IN_FLIGHT)
-        self._ended = 0.0  # the last step that has computed something
+        self._running: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_IN_FLIGHT)
+        self._ended = 0.0  # the last step of prompts
         self._computed = (0, 0.0, 0.0)
         self.computes_prompts = False
         """The step that began last computes mostly prompts."""
@@ -39,20 +40,19 @@ class StepClock:
         ``position``: how many tokens are before each of them in its request, on average.
         """
         self.computes_prompts = tokens > 0 and tokens >= _PREFILL_TOKENS * requests
-        self._running.append((tokens, tokens if self.computes_prompts else 0, position, self._clock()))
+        self._running.append((tokens if self.computes_prompts else 0, position, self._clock()))
 
     def ends(self) -> None:
         """Record the end of the oldest step."""
         if not self._running:
             return
-        tokens, of_prompts, position, began = self._running.popleft()
+        tokens, position, began = self._running.popleft()
         if not tokens:
             return
         before_it, self._ended = self._ended, self._clock()
-        if of_prompts:
-            computed, seconds, where = self._computed
-            where += (position - where) * of_prompts / (computed + of_prompts)
-            self._computed = (computed + of_prompts, seconds + self._ended - max(began, before_it), where)
+        computed, seconds, where = self._computed
+        where += (position - where) * tokens / (computed + tokens)
+        self._computed = (computed + tokens, seconds + self._ended - max(began, before_it), where)
 
     def take_computed(self) -> tuple[int, float, float]:
         """Return tokens, seconds and mean position of the steps that count and were not taken yet."""
