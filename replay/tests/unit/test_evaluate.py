@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvtiers.config import load_config
 from kvtiers_replay.evaluate import Evaluation, Question, evaluate
@@ -67,7 +68,7 @@ def test_a_tier_that_pays_is_in_the_yaml_which_loads(usual):
     text = starter_yaml(usual)
     assert "type: fs" in text
     assert "# pip install kvtiers-fs" in text
-    config = load_config(__import__("yaml").safe_load(text))
+    config = load_config(yaml.safe_load(text))
     assert config.secondary[0].capacity >= usual.chosen.size
 
 
@@ -86,9 +87,36 @@ def test_sizes_are_those_that_were_asked_for_and_not_what_so_many_chunks_fill():
     assert "primary: {capacity: 64MiB}" in starter_yaml(evaluate(log_of(), question(memory=[64 * MIB])))
 
 
+@pytest.mark.parametrize("engines", [1, 3])
+def test_the_yaml_s_sizes_have_room_for_a_chunk_however_little_memory_was_asked_for(engines):
+    found = evaluate(log_of(), question(memory=[MIB], engines=engines))
+    found.offers = [replace(offer(found, "disk"), size=4 * MIB, pays=True)]
+    config = load_config(yaml.safe_load(starter_yaml(found)))
+    assert config.primary.capacity == found.as_data()["primary_bytes"] == found.sizes.value_bytes > 2 * MIB
+    assert config.secondary[0].capacity >= found.sizes.value_bytes
+
+
+def test_a_tier_that_holds_everything_has_one_size_whatever_memory_was_asked_for():
+    whole = evaluate(log_of(), question()).bytes_of(None)
+    found = evaluate(log_of(), question(memory=[MIB * 8, whole + 1]))  # as many chunks as there are, and a byte
+    data = found.as_data()
+    assert data["memory"][-1]["primary_bytes"] == whole + 1
+    assert data["behind"][-1]["tier_bytes"] == whole
+    assert {tier["bytes"] for tier in data["tiers"]} <= {case["tier_bytes"] for case in data["behind"]}
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(7.0, "7 seconds"), (396.0, "6.6 minutes"), (5400.0, "90 minutes"), (40_000, "11.1 hours"), (3e5, "3.47 days")],
+    [
+        (7.0, "7 seconds"),
+        (396.0, "6.6 minutes"),
+        (5400.0, "90 minutes"),
+        (40_000, "11.1 hours"),
+        (3e5, "3.47 days"),
+        (1.0, "1 second"),
+        (119.0, "119 seconds"),
+        (1234 * 86400.0, "1,234 days"),
+    ],
 )
 def test_a_log_is_as_long_as_people_say_it(seconds, text):
     assert f" requests in {text}, " in about(evaluate(log_of(seconds=seconds), question()))

@@ -186,12 +186,42 @@ def test_vllms_log_is_read_as_its_releases_write_it(tmp_path):
 
 def test_what_vllm_generates_and_the_body_of_a_request_are_no_requests_whatever_they_say(tmp_path):
     text = "Received request x: prompt: 'y', params: Request x details: prompt: 'y', prompt_token_ids: [1]"
-    heads = ("Generated response cmpl-1: output: ", "Request cmpl-1 JSON body: ")
+    heads = ("Generated response cmpl-1: output: ", "Request cmpl-1 JSON body: ", "Request a b JSON body: ")
     lines = [f"INFO 11-25 10:00:00 [request_logger.py:108] {head}{text!r}" for head in heads]
     lines += [json.dumps({"asctime": "2026-11-25 10:04:00,123", "message": f"{head}{text!r}"}) for head in heads]
     log = read(tmp_path, [*lines, NEW.format(time="11-25 10:00:00", id="a", prompt=text, ids=IDS)], kind="vllm")
     assert len(log.workload.requests) == 1
     assert log.problems == {}
+
+
+def test_the_ids_of_an_older_vllm_s_line_are_the_last_ones_whatever_its_parameters_have(tmp_path):
+    line = OLD.format(time="11-25 10:00:00", id="a", prompt="x", ids=IDS)
+    line = line.replace("n=1", "n=1, stop=['prompt_token_ids: [7, 7]']")
+    log = read(tmp_path, [line], kind="vllm")
+    assert [request.num_tokens for request in log.workload.requests] == [len(IDS)]
+
+
+def test_an_id_that_a_client_has_sent_may_have_spaces_and_colons(tmp_path):
+    lines = [line.format(time="11-25 10:00:00", id="a b:c", prompt="x", ids=IDS) for line in (NEW, RECEIVED, OLD)]
+    log = read(tmp_path, lines, kind="vllm")
+    assert log.problems == {}
+    assert [request.num_tokens for request in log.workload.requests] == [len(IDS)] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (NEW.format(time="11-25 10:00:00", id="a", prompt="x", ids="[1,]"), "has token ids that cannot be read"),
+        (OLD.format(time="11-25 10:00:00", id="a", prompt="x", ids="[1 2]"), "has token ids that cannot be read"),
+        ('{"message": "Received request ", "a": ' + "[" * 100_000, "is no JSON, though they begin so"),
+    ],
+    ids=["ids", "ids of an older release", "deep JSON"],
+)
+def test_a_bad_line_of_vllms_log_is_counted_and_the_rest_is_read(tmp_path, line, said):
+    good = NEW.format(time="11-25 10:00:00", id="a", prompt=None, ids=IDS)
+    log = read(tmp_path, [good, line, good], kind="vllm")
+    assert len(log.workload.requests) == 2
+    assert log.problem_lines() == [f"1 line {said}; the first is line 2"]
 
 
 def test_a_vllm_log_without_prompts_says_how_to_start_the_server(tmp_path):
@@ -227,6 +257,13 @@ def test_a_log_without_a_request_to_use_is_an_error_of_one_line(tmp_path, conten
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="cannot read the log: No such file"):
         read_log(tmp_path / "absent", Reading())
+
+
+def test_another_option_is_named_where_a_log_has_no_request_at_all(tmp_path):
+    with pytest.raises(ConfigError, match=r"is no JSON; .* is read with --vllm-log$"):
+        read(tmp_path, ["INFO 11-25 09:59:59 [api_server.py:1] Starting"])
+    with pytest.raises(ConfigError, match=r"none of its 1 requests has 64 tokens$"):
+        read(tmp_path, ["INFO 11-25 09:59:59 [api_server.py:1] Starting", {"prompt": "hi"}])
 
 
 def test_no_prompt_is_kept_and_hashes_differ_from_reading_to_reading(tmp_path):

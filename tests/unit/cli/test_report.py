@@ -77,7 +77,15 @@ PROMPT = "does kvtiers print my salary?"
         f"INFO 11-25 10:00:00 [logger.py:43] Received request cmpl-1: prompt: {PROMPT!r}, params: SamplingParams(n=1).",
         f'DEBUG 11-25 10:00:00 [request_logger.py:74] Request cmpl-1 JSON body: {{"messages":["{PROMPT}"]}}',
         f"INFO 11-25 10:00:00 [request_logger.py:108] Generated response cmpl-1: output: {PROMPT!r}",
+        f'DEBUG 11-25 10:00:00 [request_logger.py:74] Request a b JSON body: {{"model":"{PROMPT}"}}',
         f"[2026-11-25 10:00:00] Receive: obj=GenerateReqInput(rid='1', text={PROMPT!r})",
+        f"[2026-11-25 10:00:00] Receive: obj=EmbeddingReqInput(rid='1', text={PROMPT!r})",
+        f"[2026-11-25 10:00:00] Receive OpenAI: obj={{'messages': [{{'role': 'user', 'content': {PROMPT!r}}}]}}",
+        f"[2026-11-25 10:00:00] Finish: obj=..., out={{'text': {PROMPT!r}}}",
+        f'{{"event": "request.received", "obj": {{"text": "{PROMPT}"}}}}',
+        f'{{"event": "request.received.openai", "obj": {{"input": "{PROMPT}"}}}}',
+        f'{{"event": "request.finished", "rid": "1", "out": {{"text": "{PROMPT}"}}}}',
+        f'{{"level": "debug", "body": "{{\\"content\\": \\"{PROMPT}\\"}}"}}',
         f'{{"level": "debug", "prompt": "{PROMPT}"}}',
     ],
 )
@@ -86,8 +94,16 @@ def test_no_prompt_and_no_answer_of_an_engine_s_log_is_in_it(report, tmp_path, l
         log.write(f"{line}\nkvtiers: prompts with more KV lose hits\n")
     text = report("--log", "vllm.log", answer="n\n").output
     assert "salary" not in text
-    assert "(1 lines that name kvtiers in a request's prompt or answer are left out)" in text
+    assert "(1 line that names kvtiers in a request's prompt or answer is left out)" in text
     assert "kvtiers: prompts with more KV lose hits" in text
+
+
+def test_how_many_lines_of_requests_are_left_out_is_said_if_there_are_any(report, tmp_path):
+    assert "left out)" not in report("--log", "vllm.log", answer="n\n").output
+    with (tmp_path / "vllm.log").open("a") as log:
+        log.write(f"Generated response cmpl-1: output: {PROMPT!r}\n" * 2)
+    text = report("--log", "vllm.log", answer="n\n").output
+    assert "(2 lines that name kvtiers in a request's prompt or answer are left out)" in text
 
 
 def test_what_an_engine_says_of_itself_has_its_histograms_in_one_line_each(report, monkeypatch):

@@ -25,8 +25,9 @@ _TAIL_BYTES = 8 << 20
 _SECONDS = 60.0
 # What engines write of a request has its prompt or its answer, either of which may speak of kvtiers.
 _OF_A_REQUEST = re.compile(
-    r"Received request |Request \S+ (?:details|JSON body): |Generated response |GenerateReqInput|"
-    r"prompt(?:_token_ids)?\W{0,3}[:=]"
+    r"Received request |Request .{1,200}? (?:details|JSON body): |Generated response |"  # vLLM; an id may have spaces
+    r"Receive(?: OpenAI)?: obj=|Finish: obj=|ReqInput\(|request\.(?:received|finished)|"  # SGLang
+    r"prompt(?:_token_ids)?\W{0,3}[:=]|[\"'](?:messages|text|content|output)\\*[\"']\s*:"
 )
 _NUMBERS = re.compile(r"\[[\d\s.,eE+-]*\]")
 _RUN_KVTIERS = "from kvtiers.cli.main import main; main()"
@@ -39,8 +40,8 @@ Examples:
   kvtiers report tiers.yaml --log vllm.log --output report.txt
 
 It shows all of it, and asks, before it writes a file; nothing is sent anywhere. Passwords, keys and tokens are taken
-out wherever they stand, and lines of the log with a prompt or an answer are left out. Names of hosts, buckets and
-folders are not: look at it before you post it.
+out wherever they stand, and lines of the log with a prompt or an answer, of the forms that vLLM and SGLang write, are
+left out. Names of hosts, buckets and folders are not: look at it before you post it.
 Exit status: 0, or 1 if the answer was no."""
 )
 @click.argument("config", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -125,5 +126,6 @@ def _last_lines(log: Path, lines: int) -> list[str]:
     found = [line for line in text.splitlines() if "kvtiers" in line.lower()]
     own = [line for line in found if not _OF_A_REQUEST.search(line)]
     left_out = len(found) - len(own)
-    note = [f"({left_out} lines that name kvtiers in a request's prompt or answer are left out)"] if left_out else []
-    return note + own[-lines:]
+    lines_that_name, are = ("line that names", "is") if left_out == 1 else ("lines that name", "are")
+    note = f"({left_out} {lines_that_name} kvtiers in a request's prompt or answer {are} left out)"
+    return [note] * bool(left_out) + own[-lines:]

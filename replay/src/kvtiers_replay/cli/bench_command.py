@@ -62,7 +62,7 @@ def _whole(ctx: click.Context, param: click.Parameter, text: str) -> int:
 
 def _types_and_files(_ctx: click.Context, _param: click.Parameter, begin: str) -> list[CompletionItem]:
     found = [CompletionItem(name) for name in installed_names(ENTRY_POINT_GROUP) if name.startswith(begin)]
-    return [*found, CompletionItem(begin, type="file")]
+    return [CompletionItem(begin, type="file"), *found]  # click's script for bash drops what comes before a file
 
 
 @click.command(

@@ -87,9 +87,9 @@ class Evaluation:
     memory: list[PlanPoint]
     primary: PlanPoint
     behind: list[PlanPoint]
-    offers: list[Offer]
     asked: Mapping[int, int]
     changes: list[Change] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
     trial: Trial | None = None
 
     @property
@@ -123,6 +123,11 @@ class Evaluation:
         """Return the size that was tried with so many chunks, or their bytes; None: of all."""
         value_bytes = self.sizes.value_bytes or 1
         return self.trace.unique * value_bytes if chunks is None else self.asked.get(chunks, chunks * value_bytes)
+
+    def tier_bytes(self, point: PlanPoint) -> int:
+        """Return the size of the tier of a case; of one that holds everything, the bytes of that."""
+        chunks = point.case.tiers[0].chunks
+        return self.bytes_of(None if chunks == self.trace.unique else chunks)
 
     def total_saved(self) -> float:
         """Return the GPU seconds that the chosen primary and the chosen tier save together, over the log."""
@@ -171,7 +176,7 @@ class Evaluation:
         seconds = self.gpu_seconds(point)
         return {
             "primary_bytes": self.bytes_of(point.case.primary),
-            "tier_bytes": self.bytes_of(point.case.tiers[0].chunks) if point.case.tiers else 0,
+            "tier_bytes": self.tier_bytes(point) if point.case.tiers else 0,
             "hit_rate": self.rate(point),
             "gpu_seconds_saved": seconds,
             "money_saved_a_day": self.pricing.by_day(self.pricing.money(seconds)),
@@ -211,7 +216,8 @@ def evaluate(log: ReadLog, question: Question, progress: Progress = lambda _doin
     gpu_case = PlanCase(_chunks(question.gpu_cache * pricing.engines, value_bytes, trace))
     asked: dict[int, int] = {}
     for size in sorted(memory):
-        asked.setdefault(_chunks(size, value_bytes, trace), size)
+        chunks = _chunks(size, value_bytes, trace)
+        asked.setdefault(chunks, max(size, chunks * value_bytes))
     sized = [PlanCase(chunks) for chunks in asked]
     points = _simulate("sizes of memory", trace, list(dict.fromkeys([gpu_case, *sized])), question, progress)
     alone = {point.case: point for point in points}
@@ -227,11 +233,12 @@ def evaluate(log: ReadLog, question: Question, progress: Progress = lambda _doin
     learning = cases_of_interest(trace, [primary.case])
     learnt = _simulate("another eviction policy", trace, learning, question, progress)
     suggestions = suggest(question.shape, question.tokens_per_block, question.links, question.prefill_speed)
-    return Evaluation(
-        question, log, trace, sizes, pricing, suggestions, gpu, chosen, primary, behind,
-        _offers(primary, behind, hits_of(gpu), pricing, trace, asked), asked,
+    found = Evaluation(
+        question, log, trace, sizes, pricing, suggestions, gpu, chosen, primary, behind, asked,
         changes(trace, [primary], learnt, question.prefill_speed),
     )  # fmt: skip
+    found.offers = _offers(found)
+    return found
 
 
 def _chunks(size: int, value_bytes: int, trace: PlanTrace) -> int:
@@ -292,22 +299,14 @@ def _runs(trace: PlanTrace) -> list[int]:
     return runs
 
 
-def _offers(
-    primary: PlanPoint,
-    behind: Sequence[PlanPoint],
-    floor: int,
-    pricing: Pricing,
-    trace: PlanTrace,
-    asked: Mapping[int, int],
-) -> list[Offer]:
+def _offers(evaluation: Evaluation) -> list[Offer]:
     """Return each type of tier at the size that is worth most, of those that add hits; of equals, the smallest."""
+    primary, pricing, floor = evaluation.primary, evaluation.pricing, hits_of(evaluation.gpu)
     found = []
     for tier in TIER_TYPES:
-        offers = []
-        for point in behind:
-            chunks = point.case.tiers[0].chunks or trace.unique
-            size = trace.unique * pricing.value_bytes if chunks == trace.unique else asked[chunks]
-            offers.append(offer_of(tier, size, primary, point, floor, pricing))
+        offers = [
+            offer_of(tier, evaluation.tier_bytes(point), primary, point, floor, pricing) for point in evaluation.behind
+        ]
         # Where none pays, the smallest loses least: but the reason is that of one that has what comes back.
         offers = [offer for offer in offers if offer.adds_hits] or offers
         best = max(offer.net for offer in offers)
@@ -320,4 +319,6 @@ def span_text(seconds: float) -> str:
     """Return how long a log is, as people say it."""
     units = ((DAY, "days"), (3600.0, "hours"), (60.0, "minutes"))
     unit, name = next((each for each in units if seconds >= 2 * each[0]), (1.0, "seconds"))
-    return f"{seconds / unit:.3g} {name}"
+    length = seconds / unit
+    text = f"{length:,.0f}" if length >= 100 else f"{length:.3g}"
+    return f"{text} {name.removesuffix('s') if text == '1' else name}"

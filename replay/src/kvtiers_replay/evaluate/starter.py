@@ -11,7 +11,8 @@ _GIB = 1 << 30
 def starter_yaml(evaluation: Evaluation) -> str:
     """Return a config with the chosen primary and tier; sizes are of one engine."""
     engines, chosen = evaluation.pricing.engines, evaluation.chosen
-    own = max(1, -(-evaluation.bytes_of(evaluation.primary.case.primary) // engines))
+    least = evaluation.sizes.value_bytes or 1
+    own = max(least, -(-evaluation.bytes_of(evaluation.primary.case.primary) // engines))
     whole = f"one of {engines} engines" if engines > 1 else "the engine"
     lines = [
         f"# tiers.yaml: from kvtiers evaluate, of {evaluation.log.workload.name}",
@@ -21,7 +22,7 @@ def starter_yaml(evaluation: Evaluation) -> str:
     ]
     if chosen is None:
         return "\n".join([*lines, "secondary: []   # no tier behind it pays for this log"]) + "\n"
-    share = -(-chosen.size // engines) if chosen.tier.link == "disk" else chosen.size
+    share = max(least, -(-chosen.size // engines)) if chosen.tier.link == "disk" else chosen.size
     tier = chosen.tier.yaml.format(size=config_size(share))
     room = "" if chosen.tier.link == "disk" else f", {size_text(chosen.size)} of room"
     return "\n".join([*lines, "secondary:", f"  - {{{tier}}}   # pip install {chosen.tier.install}{room}"]) + "\n"

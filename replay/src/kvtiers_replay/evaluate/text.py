@@ -88,10 +88,7 @@ def memory_rows(evaluation: Evaluation) -> list[list[str]]:
     cache = size_text(evaluation.question.gpu_cache * evaluation.pricing.engines)
     rows = [[f"the GPU's own {cache}", "", percent(evaluation.gpu.rate), "", "", ""]]
     rows += [_memory_row(evaluation, point, "") for point in evaluation.memory]
-    rows += [
-        _memory_row(evaluation, point, size_text(evaluation.bytes_of(point.case.tiers[0].chunks)))
-        for point in evaluation.behind
-    ]
+    rows += [_memory_row(evaluation, point, size_text(evaluation.tier_bytes(point))) for point in evaluation.behind]
     return rows
 
 

@@ -243,7 +243,7 @@ class _Reader:
         return f"it has no request{f' ({HOW_TO_LOG})' if self._reading.kind == 'vllm' else ''}"
 
     def _hint(self) -> str:
-        no_objects = self._reading.kind != "vllm" and _NO_JSON in self._problems
+        no_objects = self._reading.kind != "vllm" and not self.requests and _NO_JSON in self._problems
         return ". The log of a vLLM server is read with --vllm-log" if no_objects else ""
 
     def _arrivals(self) -> list[ReplayRequest]:

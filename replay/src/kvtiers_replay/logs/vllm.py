@@ -24,15 +24,16 @@ HOW_TO_LOG = "start vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG
 _NO_PROMPT = f"have a request and not its prompt ({HOW_TO_LOG})"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TEXT = r"""'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*\""""
+_ID = r"(?:[^:]|:(?! )){1,200}?"  # a client may send any
 _DETAILS = re.compile(
-    rf"Request (?P<id>\S+) details: prompt: (?P<prompt>None|{_TEXT}), prompt_token_ids: (?P<ids>None|\[[\d, ]*\])"
+    rf"Request (?P<id>{_ID}) details: prompt: (?P<prompt>None|{_TEXT}), prompt_token_ids: (?P<ids>None|\[[\d, ]*\])"
 )
-_BOTH = re.compile(rf"Received request (?P<id>\S+): prompt: (?P<prompt>None|{_TEXT}), (?:params|sampling)")
-_LATER_IDS = re.compile(r"prompt_token_ids: (?P<ids>None|\[[\d, ]*\])")
-_RECEIVED = re.compile(r"Received request (?P<id>\S+): ")
+_BOTH = re.compile(rf"Received request {_ID}: prompt: (?P<prompt>None|{_TEXT}), (?:params|sampling)")
+_LATER_IDS = re.compile(r"prompt_token_ids: (None|\[[\d, ]*\])")
+_RECEIVED = re.compile(rf"Received request (?P<id>{_ID}): ")
 _STARTS = ("Received request ", " details: prompt: ")
 _HEAD = re.compile(
-    r"Received request |Request \S+ details: prompt: |(?P<other>Generated response |Request \S+ JSON body: )"
+    rf"Received request |Request {_ID} details: prompt: |(?P<other>Generated response |Request {_ID} JSON body: )"
 )
 _DATE = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
 _YEAR = 2024  # a leap year, so that each day is one
@@ -63,8 +64,8 @@ class VllmLines:
             self._with_prompt.add(found["id"])
             return self._prompt(found["prompt"], found["ids"]), moment
         if found := _BOTH.match(line, head.start()):
-            ids = _LATER_IDS.search(line, found.end())
-            return self._prompt(found["prompt"], ids["ids"] if ids else "None"), moment
+            *_, ids = ["None", *_LATER_IDS.findall(line, found.end())]  # the last one: params may have anyone's text
+            return self._prompt(found["prompt"], ids), moment
         received = _RECEIVED.match(line, head.start())
         if received is None:
             raise LineError("begin as a request's and go on otherwise (cut off, or of another release of vLLM)")
@@ -79,7 +80,7 @@ class VllmLines:
         if line.startswith("{"):
             try:
                 fields: dict[str, Any] = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise LineError("are no JSON, though they begin so") from None
             return str(fields.get("message", "")), str(fields.get("asctime", fields.get("timestamp", "")))
         return line, None
@@ -102,7 +103,10 @@ class VllmLines:
     @staticmethod
     def _prompt(text: str, ids: str) -> Prompt:
         if ids not in ("None", "[]"):
-            found: list[int] = json.loads(ids)
+            try:
+                found: list[int] = json.loads(ids)
+            except ValueError:
+                raise LineError("have token ids that cannot be read") from None
             return found
         if text == "None":
             raise LineError(_NO_PROMPT)
