@@ -36,10 +36,11 @@ def keys_of(path):
 
 
 class Primary:
-    """vLLM's CPUOffloadingManager, as far as it calls its policy (0.32)."""
+    """vLLM's CPUOffloadingManager, as far as it calls its policy (0.32, or 0.33 if ``says_who`` stores a chunk)."""
 
-    def __init__(self, module, name, capacity):
+    def __init__(self, module, name, capacity, says_who=False):
         self.capacity = capacity
+        self.says_who = says_who
         self.policy = getattr(module, name)(capacity)
         self.here = {}
         self.used = {}
@@ -85,7 +86,7 @@ class Primary:
                 assert self.here.pop(key) is chunk
         for key in new:
             self.here[key] = SimpleNamespace(ref_cnt=-1)
-            self.policy.insert(key, self.here[key])
+            self.policy.insert(key, self.here[key], *[request] * self.says_who)
         return new
 
     def stored(self, keys, success=True):
@@ -184,10 +185,11 @@ class AgainstManager(RuleBasedStateMachine):
         assert len(self.primary.policy._chunks) == len(self.primary.here)
 
 
+@pytest.mark.parametrize("says_who", [False, True])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_what_is_idle_can_leave_and_nothing_else_whatever_happened(module, name):
+def test_what_is_idle_can_leave_and_nothing_else_whatever_happened(module, name, says_who):
     run_state_machine_as_test(
-        lambda: AgainstManager(Primary(module, name, 6)),
+        lambda: AgainstManager(Primary(module, name, 6, says_who)),
         settings=settings(max_examples=30, stateful_step_count=40, deadline=None),
     )
 
@@ -239,6 +241,39 @@ def test_what_a_running_request_has_stored_leaves_where_nothing_else_can(module,
     primary.end(first)
     primary.end(second)
     assert primary.policy.bugs._bugs == 0
+
+
+@pytest.mark.parametrize("says_who", [False, True])
+def test_chunks_of_running_requests_become_known_as_their_own_and_are_used_once(module, says_who):
+    primary = Primary(module, "turn-hazard", 12, says_who)
+    first, second = (primary.begin(name, name * 6) for name in "ab")
+    for start in (0, 3):
+        for request, keys in (first, second):
+            primary.stored(primary.store(request, keys[start : start + 3]))
+    third, others = primary.begin("c", "cc")
+    primary.stored(primary.store(third, others))
+    tree = primary.policy._policy._tree
+    assert set(tree.run_of) == set(first[1]), "one request's are enough"
+    fourth, more = primary.begin("d", "ddddd")
+    primary.stored(primary.store(fourth, more))
+    for request in (first[0], second[0], third, fourth):
+        primary.end(request)
+    runs = set(tree.run_of.values())
+    assert all(len({key[:2] for key in run.keys}) == 1 for run in runs)
+    assert {run.uses for run in runs} == {1}
+    assert not primary.policy._policy._ways
+    assert not primary.policy._missed
+    assert primary.policy.bugs._bugs == 0
+
+
+def test_a_session_that_ends_is_heeded_for_chunks_that_became_known_before_their_requests_end(module):
+    primary = Primary(module, "turn-hazard", 10)
+    request, keys = primary.begin("a", "aaaaaaaaaa", {"session": "a", "session_ends": True})
+    primary.stored(primary.store(request, keys))
+    other, _ = primary.begin("b", "bb", {"session": "b"})
+    primary.stored(primary.store(other, keys_of("bb")))
+    primary.end(request)
+    assert all(run.ended for key, run in primary.policy._policy._tree.run_of.items() if key in keys)
 
 
 @pytest.mark.parametrize("ends", [True, False])

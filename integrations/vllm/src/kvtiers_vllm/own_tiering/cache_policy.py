@@ -10,7 +10,8 @@ vLLM stores all that is offered, so ``worth_storing`` is not asked. vLLM gets a 
 ``getattr`` of this module.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 from vllm import __version__ as vllm_version
@@ -51,17 +52,18 @@ class KvtiersCachePolicy(CachePolicy):
         self.bugs = BugCount(f"{PREFIX}{self.policy_name}")
         self._policy = make_policy(self.policy_name, cache_capacity)
         self._chunks: dict[OffloadKey, Any] = {}
-        self._unnamed: dict[OffloadKey, None] = {}
+        self._unnamed: dict[OffloadKey, Any] = {}  # with vLLM's context of the request that stores it, if known
+        self._missed: dict[OffloadKey, Any] = {}  # what running requests would store, with their contexts
 
     def get(self, key: OffloadKey) -> Any:
         """Return a chunk; None: it is not here."""
         return self._chunks.get(key)
 
     def insert(self, key: OffloadKey, chunk: Any, req_context: Any = None) -> None:
-        """Add a chunk that is about to be stored; vLLM says by which request from 0.33 on."""
-        del req_context
+        """Add a chunk that is about to be stored; vLLM says by which request from 0.33 on, and before at its miss."""
+        missed_by = self._missed.pop(key, None)
         self._chunks[key] = chunk
-        self._unnamed[key] = None
+        self._unnamed[key] = missed_by if req_context is None else req_context
 
     @never_raises(lambda: None)
     def remove(self, key: OffloadKey) -> None:
@@ -82,7 +84,9 @@ class KvtiersCachePolicy(CachePolicy):
     @never_raises(lambda: None)
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: Any) -> None:
         """Handle the absence of chunks that a request is about to store."""
-        self._policy.on_store_miss(list(keys), req_context.req_id)
+        missed = list(keys)
+        self._missed.update(dict.fromkeys(missed, req_context))
+        self._policy.on_store_miss(missed, req_context.req_id)
 
     @never_raises(lambda: None)
     def on_request_finished(
@@ -94,18 +98,18 @@ class KvtiersCachePolicy(CachePolicy):
     ) -> None:
         """Count what a request has used and stored, by the hints among its parameters, and settle its recency."""
         del insertion_only_keys, reused_keys
-        request_id = req_context.req_id
-        if (hints := request_hints(req_context.kv_transfer_params or {})) is not NO_HINTS:
-            self._policy.hint(request_id, hints)
-        self._name([key for key in order_request_keys(key_groups, req_context) if key in self._chunks], request_id)
-        self._policy.request_finished(request_id)
+        keys = order_request_keys(key_groups, req_context)
+        for key in keys if self._missed else ():
+            self._missed.pop(key, None)
+        self._hint(req_context)
+        self._name([key for key in keys if key in self._chunks], req_context.req_id)
+        self._policy.request_finished(req_context.req_id)
 
     @never_raises(lambda: None)
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, Any]] | None:
         """Evict exactly ``n`` chunks, none of which is protected; None, and no change, if there are fewer."""
         victims = self._evict(n, protected)
-        if victims is None and self._unnamed:
-            self._name(list(self._unnamed), "")
+        while victims is None and self._name_more(n, protected):
             victims = self._evict(n, protected)
         return None if victims is None else [(key, self._chunks.pop(key)) for key in victims]
 
@@ -114,6 +118,7 @@ class KvtiersCachePolicy(CachePolicy):
         """Forget everything."""
         self._chunks.clear()
         self._unnamed.clear()
+        self._missed.clear()
         self._policy.clear()
 
     @never_raises(lambda: None)
@@ -136,6 +141,34 @@ class KvtiersCachePolicy(CachePolicy):
         if spared:
             self._policy.mark_evictable(spared)
         return victims
+
+    def _name_more(self, count: int, protected: Collection[OffloadKey]) -> bool:
+        """Make more chunks known to the policy, some of which may leave; False: there are none.
+
+        Those of which no request is known come first, each as if it had been used alone, the last stored one first: it
+        may be the tail of another. Then those of one running request.
+        """
+        chunks, unnamed = self._chunks, self._unnamed
+
+        def idle(keys: Iterable[OffloadKey]) -> Iterator[OffloadKey]:
+            return (key for key in keys if chunks[key].ref_cnt == 0 and key not in protected)
+
+        if alone := list(islice(idle(key for key in reversed(unnamed) if unnamed[key] is None), count)):
+            for key in alone:
+                self._name([key], "")
+            return True
+        if (first := next(idle(unnamed), None)) is None:
+            return False
+        context = unnamed[first]
+        self._hint(context)
+        own = [key for key, other in unnamed.items() if other is not None and other.req_id == context.req_id]
+        self._name(order_request_keys([own], context), context.req_id)
+        return True
+
+    def _hint(self, req_context: Any) -> None:
+        """Tell the policy what the client says of a request."""
+        if (hints := request_hints(req_context.kv_transfer_params or {})) is not NO_HINTS:
+            self._policy.hint(req_context.req_id, hints)
 
     def _may_leave(self, key: OffloadKey) -> bool:
         chunk = self._chunks.get(key)
