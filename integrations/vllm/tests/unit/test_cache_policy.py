@@ -299,6 +299,88 @@ def test_an_error_of_a_policy_refuses_a_store_and_does_not_reach_vllm(module, mo
     assert "kvtiers-turn-hazard: evict failed (1 times so far); a bug of kvtiers" in caplog.text
 
 
+def fails_once(monkeypatch, method, answer):
+    """Let a policy's method do this in its first call; return whether it was called, as a list that is not empty."""
+    real, calls = getattr(TurnHazardPolicy, method), []
+
+    def once(self, *args):
+        calls.append(args)
+        return answer(self, *args) if len(calls) == 1 else real(self, *args)
+
+    monkeypatch.setattr(TurnHazardPolicy, method, once)
+    return calls
+
+
+WRONG = {
+    "a chunk that is read": lambda read, idle: [read[0], idle[1]],
+    "a chunk twice": lambda _read, idle: [idle[1], idle[1]],
+    "too few": lambda _read, idle: idle[1:2],
+    "too many": lambda _read, idle: idle[1:4],
+    "a protected chunk": lambda _read, idle: idle[:2],
+    "an unknown chunk": lambda _read, idle: [idle[1], b"unknown"],
+}
+
+
+@pytest.mark.parametrize("answer", WRONG)
+def test_an_answer_that_a_policy_must_not_give_takes_no_chunk_and_stores_go_on(module, monkeypatch, answer):
+    primary = Primary(module, "turn-hazard", 8)
+    primary.serve("a", "abcd")
+    primary.serve("b", "wxyz")
+    reader, read = primary.begin("reader", "abcd")
+    primary.read(reader, read)
+    idle = keys_of("wxyz")
+    calls = fails_once(monkeypatch, "evict", lambda _self, _count: WRONG[answer](read, idle))
+    assert primary.policy.evict(2, {idle[0]}) is None
+    assert len(calls) == 1
+    assert primary.policy.bugs._bugs == 1
+    assert all(primary.policy.get(key) is chunk for key, chunk in primary.here.items())
+    other, others = primary.begin("c", "123")
+    assert primary.store(other, others) == others
+    primary.stored(others)
+    primary.read_ends(read)
+    assert primary.serve("d", "56789") == 0
+    assert primary.policy.bugs._bugs == 1
+
+
+def half_done(policy, *args):
+    """Drop half of what the policy holds, and fail."""
+    for key in list(policy._tree.run_of)[::2]:
+        del policy._tree.run_of[key]
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("method", ["evict", "mark_evictable", "mark_pinned", "request_finished"])
+def test_stores_go_on_after_an_error_that_has_half_changed_the_policy(module, monkeypatch, method):
+    primary = Primary(module, "turn-hazard", 8)
+    primary.serve("a", "abcd")
+    primary.serve("b", "wxyz")
+    calls = fails_once(monkeypatch, method, half_done)
+    if method == "evict":
+        assert primary.policy.evict(2, set(keys_of("ab"))) is None
+    for number in range(6):
+        primary.serve(f"r{number}", "abcd" + str(number) * 2)
+        primary.serve(f"q{number}", str(number) * 3)
+    assert calls
+    assert primary.policy.bugs._bugs == 1
+    assert len(primary.here) == 8
+    runs = set(primary.policy._policy._tree.run_of.values())
+    assert all(key.startswith(run.keys[0]) for run in runs for key in run.keys), "no run of several prompts' chunks"
+
+
+def test_stores_go_on_after_an_error_where_no_new_policy_can_be_made(module, monkeypatch):
+    primary = Primary(module, "turn-hazard", 4)
+    primary.serve("a", "abcd")
+
+    def broken(*_args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(TurnHazardPolicy, "__init__", broken)
+    fails_once(monkeypatch, "evict", broken)
+    assert primary.policy.evict(1, set(keys_of("abc"))) is None
+    assert primary.serve("b", "wxyz") == 0
+    assert primary.policy.bugs._bugs == 1
+
+
 def test_every_policy_that_vllm_lacks_is_registered_by_a_name_that_vllm_config_writes(monkeypatch, module):
     fake_vllm.install(monkeypatch)
     monkeypatch.setattr("kvtiers_vllm.plugin.installed_names", lambda _group: ["theirs"])
