@@ -7,7 +7,7 @@ first; until then it is evicted only where nothing else can be::
     insert -> unnamed  --its request ends, or nothing else can be evicted-->  known to the policy
 
 A policy may come from elsewhere, so its answers are checked before a chunk leaves. After an error nobody knows what a
-policy still holds: a new one takes its place, which has to learn the chunks, and what they are worth, from their next use.
+policy still holds: a new one takes its place, which learns the chunks, and what they are worth, from their next uses.
 
 vLLM stores all that is offered, so ``worth_storing`` is not asked. vLLM gets a class for each policy by its name:
 ``getattr`` of this module.
