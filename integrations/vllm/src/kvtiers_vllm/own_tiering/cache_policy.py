@@ -6,7 +6,7 @@ first; until then it is evicted only where nothing else can be::
 
     insert -> unnamed  --its request ends, or nothing else can be evicted-->  known to the policy
 
-A policy may come from elsewhere, so its answers are checked before a chunk leaves. After an error nobody knows what a
+A policy may come from elsewhere, so its answers are checked before a chunk leaves. After an error it is unclear what a
 policy still holds: a new one takes its place, which learns the chunks, and what they are worth, from their next uses.
 
 vLLM stores all that is offered, so ``worth_storing`` is not asked. vLLM gets a class for each policy by its name:
@@ -201,12 +201,12 @@ class KvtiersCachePolicy(CachePolicy):
         return True
 
     def _hint(self, req_context: Any) -> None:
-        """Tell the policy what the client says of a request."""
+        """Pass on what the client says of a request."""
         if (hints := request_hints(req_context.kv_transfer_params or {})) is not NO_HINTS:
             self._policy.hint(req_context.req_id, hints)
 
     def _replace_policy(self) -> None:
-        """Begin with a new policy that knows no chunk; keep this one if there can be no other."""
+        """Begin with a new policy, to which no chunk is known; keep this one if there can be no other."""
         with suppress(ConfigError):
             self._policy = make_policy(self.policy_name, self.cache_capacity)
             self._unnamed = {key: self._unnamed.get(key) for key in self._chunks}
