@@ -8,7 +8,8 @@ conversations about source code that ``kvtiers replay`` makes. Sizes: 1, 2, 5, 1
 blocks. The real primary serves one request after the other, as ``kvtiers plan`` does without secondary tiers. The time
 is that of all calls of a policy, at sizes where about 100,000 chunks are known. ``--quick``: fewer requests and sizes,
 with other goals, since a policy that learns has seen less; about 20 s. ``--batch``: how many examples and ranks
-turn-hazard computes together, for the trade-off between its time and its hits.
+turn-hazard computes together, for the trade-off between its time and its hits. ``--vllm``: instead of all that, the
+prefix hits of vLLM's own manager on conversation, with its LRU and with turn-hazard as its policy; a minute or two.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from baselines import vllm_tiering
 from lib.results import at_least, at_most, options_of, say
 
 from kvtiers.primary.eviction import BUILT_IN, EvictionPolicy, make_policy
@@ -100,6 +102,63 @@ class Timed:
 
         setattr(self, name, timed)
         return timed
+
+
+def serve_vllm(trace: PlanTrace, policy: str, capacity: int) -> int:
+    """Return the prefix hits of vLLM's own manager, which one request after the other comes to."""
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    now = [0.0]
+    manager = CPUOffloadingManager(num_chunks=capacity, cache_policy=policy)
+    here = manager._policy  # noqa: SLF001 -- it does not say otherwise what is here
+    if policy != "lru":
+        here._policy.clock = lambda: now[0]  # noqa: SLF001
+    found = 0
+    for number, (arrival, keys, usable) in enumerate(trace.requests):
+        now[0] = max(now[0], arrival)
+        context = ReqContext(req_id=str(number))
+        for place, key in enumerate(keys, 1):
+            context.set_offload_key_position(key, place)
+        manager.on_new_request(context)
+        hits = next((place for place in range(usable) if here.get(keys[place]) is None), usable)
+        found += hits
+        manager.prepare_load(keys[:hits], context)
+        manager.complete_load(keys[:hits], context)
+        rest = keys[hits:]
+        while rest:
+            if manager.prepare_store(rest, context) is not None:
+                manager.complete_store(rest, context)
+                break
+            rest = rest[: len(rest) // 2]
+        manager.on_request_finished(context)
+    if policy != "lru" and here.bugs._bugs:  # noqa: SLF001
+        raise SystemExit(f"{policy} has failed: its figures mean nothing")
+    return found
+
+
+def run_vllm(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure vLLM's own manager with its LRU and with ours that learns."""
+    from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+
+    from kvtiers_vllm.own_tiering.tier_names import policy_name
+
+    ours = policy_name(LEARNS)
+    CachePolicyFactory.register_cache_policy(ours, "kvtiers_vllm.own_tiering.cache_policy", LEARNS)
+    trace = trace_of(HINTED, quick=options.quick)
+    shares = SHARES[::2] if options.quick else SHARES
+    sizes = {share: int(trace.unique * share) for share in shares}
+    hits = {
+        policy: {f"{share:.0%}": serve_vllm(trace, policy, size) / trace.references for share, size in sizes.items()}
+        for policy in ("lru", ours)
+    }
+    return {"quick": options.quick, "vllm": hits, "goals": []}
+
+
+def report_vllm(found: dict[str, Any]) -> None:
+    """Print the hits as a table."""
+    for policy, by_size in found["vllm"].items():
+        print(f"{policy:22}" + "".join(f"{size:>5}{rate:7.1%}" for size, rate in by_size.items()))
 
 
 def last_turns(trace: PlanTrace) -> list[bool]:
@@ -296,9 +355,17 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the hits as .svg")
     parser.add_argument("--policy", action="append", metavar="NAME", help="an installed policy besides ours")
     parser.add_argument("--batch", type=int, default=ages._BATCH, help="of turn-hazard")  # noqa: SLF001 -- see run
+    parser.add_argument(
+        "--vllm", metavar="FOLDER", nargs="?", const="", help="hits in vLLM: installed, or its wheel's Python files"
+    )
     options = parser.parse_args()
     if "KVTIERS_TRACES" not in os.environ:
         parser.error("KVTIERS_TRACES names no folder; it has to have Mooncake's traces, gzipped")
+    if options.vllm is not None:
+        if missing := vllm_tiering.prepare(options.vllm or None):
+            parser.error(f"vLLM: {missing}")
+        say(run_vllm(options), report_vllm, as_json=options.json)
+        return
     found = run(options)
     if options.plot:
         options.plot.write_text(as_svg(found), encoding="utf-8")

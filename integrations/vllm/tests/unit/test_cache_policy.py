@@ -36,10 +36,11 @@ def keys_of(path):
 
 
 class Primary:
-    """vLLM's CPUOffloadingManager, as far as it calls its policy (0.32)."""
+    """vLLM's CPUOffloadingManager, as far as it calls its policy (0.32, or 0.33 if ``says_who`` stores a chunk)."""
 
-    def __init__(self, module, name, capacity):
+    def __init__(self, module, name, capacity, says_who=False):
         self.capacity = capacity
+        self.says_who = says_who
         self.policy = getattr(module, name)(capacity)
         self.here = {}
         self.used = {}
@@ -85,7 +86,7 @@ class Primary:
                 assert self.here.pop(key) is chunk
         for key in new:
             self.here[key] = SimpleNamespace(ref_cnt=-1)
-            self.policy.insert(key, self.here[key])
+            self.policy.insert(key, self.here[key], *[request] * self.says_who)
         return new
 
     def stored(self, keys, success=True):
@@ -184,10 +185,11 @@ class AgainstManager(RuleBasedStateMachine):
         assert len(self.primary.policy._chunks) == len(self.primary.here)
 
 
+@pytest.mark.parametrize("says_who", [False, True])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_what_is_idle_can_leave_and_nothing_else_whatever_happened(module, name):
+def test_what_is_idle_can_leave_and_nothing_else_whatever_happened(module, name, says_who):
     run_state_machine_as_test(
-        lambda: AgainstManager(Primary(module, name, 6)),
+        lambda: AgainstManager(Primary(module, name, 6, says_who)),
         settings=settings(max_examples=30, stateful_step_count=40, deadline=None),
     )
 
@@ -241,6 +243,39 @@ def test_what_a_running_request_has_stored_leaves_where_nothing_else_can(module,
     assert primary.policy.bugs._bugs == 0
 
 
+@pytest.mark.parametrize("says_who", [False, True])
+def test_chunks_of_running_requests_become_known_as_their_own_and_are_used_once(module, says_who):
+    primary = Primary(module, "turn-hazard", 12, says_who)
+    first, second = (primary.begin(name, name * 6) for name in "ab")
+    for start in (0, 3):
+        for request, keys in (first, second):
+            primary.stored(primary.store(request, keys[start : start + 3]))
+    third, others = primary.begin("c", "cc")
+    primary.stored(primary.store(third, others))
+    tree = primary.policy._policy._tree
+    assert set(tree.run_of) == set(first[1]), "one request's are enough"
+    fourth, more = primary.begin("d", "ddddd")
+    primary.stored(primary.store(fourth, more))
+    for request in (first[0], second[0], third, fourth):
+        primary.end(request)
+    runs = set(tree.run_of.values())
+    assert all(len({key[:2] for key in run.keys}) == 1 for run in runs)
+    assert {run.uses for run in runs} == {1}
+    assert not primary.policy._policy._ways
+    assert not primary.policy._missed
+    assert primary.policy.bugs._bugs == 0
+
+
+def test_a_session_that_ends_is_heeded_for_chunks_that_became_known_before_their_requests_end(module):
+    primary = Primary(module, "turn-hazard", 10)
+    request, keys = primary.begin("a", "aaaaaaaaaa", {"session": "a", "session_ends": True})
+    primary.stored(primary.store(request, keys))
+    other, _ = primary.begin("b", "bb", {"session": "b"})
+    primary.stored(primary.store(other, keys_of("bb")))
+    primary.end(request)
+    assert all(run.ended for key, run in primary.policy._policy._tree.run_of.items() if key in keys)
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_what_only_a_session_that_ends_has_used_leaves_first(module, ends):
     primary = Primary(module, "turn-hazard", 10)
@@ -262,6 +297,88 @@ def test_an_error_of_a_policy_refuses_a_store_and_does_not_reach_vllm(module, mo
     assert primary.policy.evict(1, set()) is None
     assert primary.policy.touch(keys_of("a"), Request("r")) is None
     assert "kvtiers-turn-hazard: evict failed (1 times so far); a bug of kvtiers" in caplog.text
+
+
+def fails_once(monkeypatch, method, answer):
+    """Let a policy's method do this in its first call; return whether it was called, as a list that is not empty."""
+    real, calls = getattr(TurnHazardPolicy, method), []
+
+    def once(self, *args):
+        calls.append(args)
+        return answer(self, *args) if len(calls) == 1 else real(self, *args)
+
+    monkeypatch.setattr(TurnHazardPolicy, method, once)
+    return calls
+
+
+WRONG = {
+    "a chunk that is read": lambda read, idle: [read[0], idle[1]],
+    "a chunk twice": lambda _read, idle: [idle[1], idle[1]],
+    "too few": lambda _read, idle: idle[1:2],
+    "too many": lambda _read, idle: idle[1:4],
+    "a protected chunk": lambda _read, idle: idle[:2],
+    "an unknown chunk": lambda _read, idle: [idle[1], b"unknown"],
+}
+
+
+@pytest.mark.parametrize("answer", WRONG)
+def test_an_answer_that_a_policy_must_not_give_takes_no_chunk_and_stores_go_on(module, monkeypatch, answer):
+    primary = Primary(module, "turn-hazard", 8)
+    primary.serve("a", "abcd")
+    primary.serve("b", "wxyz")
+    reader, read = primary.begin("reader", "abcd")
+    primary.read(reader, read)
+    idle = keys_of("wxyz")
+    calls = fails_once(monkeypatch, "evict", lambda _self, _count: WRONG[answer](read, idle))
+    assert primary.policy.evict(2, {idle[0]}) is None
+    assert len(calls) == 1
+    assert primary.policy.bugs._bugs == 1
+    assert all(primary.policy.get(key) is chunk for key, chunk in primary.here.items())
+    other, others = primary.begin("c", "123")
+    assert primary.store(other, others) == others
+    primary.stored(others)
+    primary.read_ends(read)
+    assert primary.serve("d", "56789") == 0
+    assert primary.policy.bugs._bugs == 1
+
+
+def half_done(policy, *args):
+    """Drop half of what the policy holds, and fail."""
+    for key in list(policy._tree.run_of)[::2]:
+        del policy._tree.run_of[key]
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("method", ["evict", "mark_evictable", "mark_pinned", "request_finished"])
+def test_stores_go_on_after_an_error_that_has_half_changed_the_policy(module, monkeypatch, method):
+    primary = Primary(module, "turn-hazard", 8)
+    primary.serve("a", "abcd")
+    primary.serve("b", "wxyz")
+    calls = fails_once(monkeypatch, method, half_done)
+    if method == "evict":
+        assert primary.policy.evict(2, set(keys_of("ab"))) is None
+    for number in range(6):
+        primary.serve(f"r{number}", "abcd" + str(number) * 2)
+        primary.serve(f"q{number}", str(number) * 3)
+    assert calls
+    assert primary.policy.bugs._bugs == 1
+    assert len(primary.here) == 8
+    runs = set(primary.policy._policy._tree.run_of.values())
+    assert all(key.startswith(run.keys[0]) for run in runs for key in run.keys), "no run of several prompts' chunks"
+
+
+def test_stores_go_on_after_an_error_where_no_new_policy_can_be_made(module, monkeypatch):
+    primary = Primary(module, "turn-hazard", 4)
+    primary.serve("a", "abcd")
+
+    def broken(*_args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(TurnHazardPolicy, "__init__", broken)
+    fails_once(monkeypatch, "evict", broken)
+    assert primary.policy.evict(1, set(keys_of("abc"))) is None
+    assert primary.serve("b", "wxyz") == 0
+    assert primary.policy.bugs._bugs == 1
 
 
 def test_every_policy_that_vllm_lacks_is_registered_by_a_name_that_vllm_config_writes(monkeypatch, module):

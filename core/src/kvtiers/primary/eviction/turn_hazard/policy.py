@@ -15,8 +15,8 @@ all the same, that is a miss of its own, and nothing is learnt from it. How soon
 answer was are learnt from like everything else: they are worth what they turned out to be worth.
 
 Everything is learnt again after a start or a reset: what one workload has taught misleads on another. Memory: some 120
-bytes for each known chunk, of which 70 are its key, and 840 for each run; of the at most 16 known for each row. That
-is 2.6 KB a row with runs of 20 chunks, and 15 KB at most, where each run is one chunk.
+bytes for each known chunk, of which 70 are its key, and 840 for each run (1,200 with long session ids); of the at most
+16 known for each row. That is 2.6 KB a row with runs of 20 chunks, and at most 15 KB (21 KB), where each run is one.
 """
 
 import heapq
