@@ -41,9 +41,7 @@ def shared() -> Iterator[SharedMemory]:
     memory.close()
 
 
-def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_is_not(
-    shared, serve, tier, monkeypatch
-):
+def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_is_not(shared, serve, tier, monkeypatch):
     """As the server has it: tier hosts read and write objects where they lie."""
     monkeypatch.setattr("kvtiers_lmcache.clients._LEAST_MAPPED", 0)
     config = config_of(tier)

@@ -129,7 +129,6 @@ class Clients:
         if client is not None and is_late:
             client.close(0.0)
 
-
     def _opened(self, kind: ObjectKind) -> Client:
         opened = functools.partial(
             open_client,
