@@ -29,8 +29,8 @@ from scenes import SCENES, Cell, DoesNotApply  # noqa: E402
 from table import write_table  # noqa: E402
 
 ENVIRONMENTS = {
-    "client": ".venv",
-    "replay": ".venv",
+    "client": "",
+    "replay": "",
     "transformers": ".venv-transformers",
     "sglang": ".venv-sglang",
     "lmcache": ".venv-lmcache",
@@ -38,7 +38,7 @@ ENVIRONMENTS = {
     "vllm": ".venv-vllm",
     "vllm-own-tiering": ".venv-vllm",
 }
-"""The integrations, each with the environment that has it."""
+"""The integrations, each with the environment that has it; without one, the suite's own has it."""
 ENGINES = {"client": "", "lmcache-in-process": "lmcache", "vllm-own-tiering": "vllm"}
 """The engines' names in the fingerprint, where they are not the integration's."""
 LANES = (
@@ -60,7 +60,8 @@ PATIENCE = 420.0
 
 def python_of(integration):
     """Return the interpreter of an integration's environment."""
-    return ROOT / ENVIRONMENTS[integration] / "bin" / "python"
+    environment = ENVIRONMENTS[integration]
+    return ROOT / environment / "bin" / "python" if environment else Path(sys.executable)
 
 
 class WorkerError(Exception):

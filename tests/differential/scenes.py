@@ -189,7 +189,7 @@ def restart(cell):
     cell.engine().put(4)
     cell.close(but=elsewhere)
     elsewhere.finds(4)
-    cell.engine(**QUICK).finds(4)
+    cell.engine(worker=1, **QUICK).finds(4)  # opened where the writer never was
 
 
 def damage(cell):
@@ -197,10 +197,13 @@ def damage(cell):
     if not cell.kind.outlives:
         cell.elsewhere()
     # Where only the engine's own process can get at the values, its tier runs there.
-    engine = cell.engine(**QUICK) if cell.kind.outlives else cell.engine(io="thread")
+    engine = cell.engine(worker=1, **QUICK) if cell.kind.outlives else cell.engine(io="thread")
+    before = _count(cell, engine)
     engine.stores(8, "the store is not filled")  # a busy machine may take longer than a deadline
+    stored = _count(cell, engine)
+    assert stored - before >= engine.of, f"{stored - before} values are new, expected {engine.of} at least"
     damaged = cell.kind.damage(cell.namespace) if cell.kind.outlives else engine.inside("damage")
-    assert damaged >= engine.of, f"{damaged} values are stored, expected {engine.of} at least"
+    assert damaged >= stored, f"{damaged} values are damaged of {stored}"
     assert engine.get(8) == 0, "damaged values were found"
     if not cell.kind.replaces:
         engine.put(8)
@@ -210,13 +213,21 @@ def damage(cell):
     return ""
 
 
+def _count(cell, engine):
+    """Return how many values are stored."""
+    if not cell.kind.outlives:
+        return engine.inside("count")
+    with cell.kind.opened(cell.namespace) as (_, names, _):
+        return len(names)
+
+
 def outage(cell):
     """The store, or the process that does its I/O, hangs: calls end, as misses; hits come back when it does."""
     if not (cell.kind.own_process or cell.kind.processes()):
         raise DoesNotApply("its I/O is in the engine's own process: nothing can hang without the engine")
     if not cell.kind.outlives:
         cell.elsewhere()
-    engine = cell.engine(**QUICK)
+    engine = cell.engine(worker=1, **QUICK)
     engine.stores(9, "the store is not filled")
     with cell.kind.hanging(hosts_of(engine.worker.pid)):
         begin = time.monotonic()

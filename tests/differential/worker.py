@@ -36,6 +36,9 @@ class Worker:
     def layouts(self, name):
         return self._engines[name].inside("layouts")
 
+    def count(self, name):
+        return self._engines[name].inside("count")
+
     def damage(self, name):
         return self._engines[name].inside("damage")
 

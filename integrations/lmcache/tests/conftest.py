@@ -48,7 +48,8 @@ def serve(config: dict[str, Any], memory: Memory) -> Iterator[Callable[..., Serv
     with ExitStack() as stack:
 
         def serve(layout: Any = None, **more: Any) -> Server:
-            server = Server(params_of(more.pop("config", config), **more), memory, layout)
+            own = more.pop("memory", memory)
+            server = Server(params_of(more.pop("config", config), **more), own, layout)
             stack.callback(server.close)
             return server
 

@@ -1,10 +1,13 @@
 """Objects through LMCache's factory: every byte comes back, and what differs in anything that matters is a miss."""
 
+import tempfile
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from .conftest import config_of, params_of
-from .parts import Layout, Server, SharedMemory, keys_of
+from .conftest import config_of
+from .parts import Layout, SharedMemory, keys_of
 
 SIZES = {
     "one tensor": Layout(),
@@ -30,11 +33,19 @@ def test_every_byte_comes_back_from_each_tier(serve, tier):
         assert server.fetch(keys_of(2, first=10 * place + 4)) == [stored[4], None], what
 
 
-def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_is_not(serve, tier):
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    """Give an L1 with a name. Ask for it before ``serve``, which has to be over first."""
+    memory = SharedMemory()
+    yield memory
+    memory.close()
+
+
+def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_is_not(shared, serve, tier, monkeypatch):
     """As the server has it: tier hosts read and write objects where they lie."""
+    monkeypatch.setattr("kvtiers_lmcache.clients._LEAST_MAPPED", 0)
     config = config_of(tier)
-    l1 = SharedMemory()
-    mapped = Server(params_of(config), l1)
+    mapped = serve(config=config, memory=shared)
     stored = mapped.store(keys_of(5))
     assert mapped.fetch(keys_of(6)) == [*stored, None]
     assert direct_values(mapped) == 10
@@ -42,8 +53,30 @@ def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_i
         other = serve(config=config)
         assert other.fetch(keys_of(5)) == stored
         assert direct_values(other) == 0
-    mapped.close()
-    l1.close()
+
+
+@pytest.mark.parametrize("tier", ["fs"], indirect=True)
+@pytest.mark.parametrize(("heads", "direct"), [(4, 0), (128, 1)])
+def test_an_object_whose_copy_costs_less_than_a_claim_passes_a_bounce_row(shared, serve, tier, heads, direct):
+    """Of 16 KiB, and of 512."""
+    server = serve(Layout((2, heads, 16, 64)), config=config_of(tier), memory=shared)
+    server.store(keys_of(1))
+    assert direct_values(server) == direct
+
+
+@pytest.mark.parametrize("tier", ["fs"], indirect=True)
+def test_an_l1_that_cannot_be_mapped_passes_bounce_rows_with_one_line(shared, serve, tier, monkeypatch, said):
+    """As where the file of its name is another by now."""
+    monkeypatch.setattr("kvtiers_lmcache.clients._LEAST_MAPPED", 0)
+    with tempfile.NamedTemporaryFile() as other:
+        monkeypatch.setattr("kvtiers_lmcache.clients._name_of", lambda *_: other.name)
+        server = serve(config=config_of(tier), memory=shared)
+        stored = server.store(keys_of(2))
+        assert server.fetch(keys_of(2)) == stored
+    assert direct_values(server) == 0
+    (line,) = said()
+    assert "L1 is not mapped" in line
+    assert "\n" not in line
 
 
 def direct_values(server):

@@ -19,7 +19,7 @@ from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 from .conftest import free_port, params_of
 
 MODEL = "test-model"  # what LMCache's client registers
-SHAPE = "(2,64,16,2,32):float16:3"
+SHAPE = "(2,64,16,2,32):float16:4"  # objects of 256 KiB are mapped
 TOKENS = 512  # two chunks of 256
 
 
@@ -130,7 +130,7 @@ def test_what_a_server_has_stored_is_there_after_it_was_killed(config, tmp_path)
             first.process.send_signal(signal.SIGKILL)
             first.process.wait()
         second.wait()
-        with second.client("(2,64,16,2,32):bfloat16:3") as other:
+        with second.client("(2,64,16,2,32):bfloat16:4") as other:
             assert other.lookup(other.create_request(1, "other dtype", "load")).is_full_miss
         with second.client() as client:
             request = client.create_request(1, "loads", "load")

@@ -80,6 +80,14 @@ def test_the_plugin_asks_for_pools_that_can_be_mapped_but_where_the_environment_
         with published(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=given):
             return get_allocator_type()
 
+    for name, plain, other in (
+        ("SGLANG_HUGEPAGE_SIZE", " ", "2MB"),
+        ("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", "0", "4"),
+        ("HSA_USERPTR_FOR_PAGED_MEM", "1", "0"),
+    ):
+        monkeypatch.setenv(name, plain)
+        assert allocator() == "shm", (name, plain)
+        monkeypatch.setenv(name, other)
+        assert allocator() == "dynamic", "which is SGLang's default"
+        monkeypatch.delenv(name)
     assert allocator() == "shm"
-    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB")
-    assert allocator() == "dynamic", "which is SGLang's default"

@@ -5,6 +5,7 @@ import threading
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
+from kvtiers._log_queue import flush_logs
 from kvtiers.api import ConfigError
 from kvtiers_sglang.weight_updates import begin_update
 
@@ -47,6 +48,23 @@ def test_a_pool_of_several_memfds_passes_bounce_rows(serve, monkeypatch):
     assert server.backend.batch_get_v2([states]) == {"mamba": [True]}
     assert server.content(slots, "mamba") == content
     assert server.backend.stats()["mamba"]["direct_values"] == 0
+
+
+def test_a_pool_that_cannot_be_mapped_passes_bounce_rows_with_one_line(serve, monkeypatch, caplog):
+    """As where a descriptor is not that of the memory that the pool lies in."""
+    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
+    pool, other = (mha_pool(allocator="shm") for _ in range(2))
+    fds = pool.allocator.fds
+    pool.allocator.fds = other.allocator.fds
+    server = serve(pool)
+    pool.allocator.fds = fds
+    keys, content = server.store(pages=3)
+    assert server.load(keys) == ([True] * 3, content)
+    assert server.backend.stats()["kv"]["direct_values"] == 0
+    flush_logs(30.0)
+    (line,) = [it.getMessage() for it in caplog.records if "is not mapped" in it.getMessage()]
+    assert "no shared mapping of descriptor" in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("allocator", ["default", "shm"])

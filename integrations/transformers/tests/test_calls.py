@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from kvtiers._log_queue import flush_logs
 from kvtiers.api import ConfigError
+from kvtiers.client.state import ClientState
 from kvtiers_transformers import PrefixCache
 
 from .conftest import OPTIONS, greedy, loaded, tiers, values_in
@@ -192,6 +193,38 @@ def test_a_store_that_hangs_costs_its_wait_and_nothing_else(tmp_path):
             os.kill(host, signal.SIGCONT)
         assert torch.equal(found, model.generate(prompt(100, seed=3), max_new_tokens=4, do_sample=False))
         assert greedy(cache, IDS) == truth
+
+
+def has_put_all_that_it_can(thread):
+    """Return whether a call of the client's in this thread waits for its values: it has begun as many as it may."""
+    frame = sys._current_frames()[thread.ident]
+    while frame is not None and frame.f_code is not ClientState.wait.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_a_background_store_that_hangs_leaves_bounce_rows_for_loads_from_another_tier(tmp_path):
+    """Of a prompt whose 16 values of 16 MiB would take all of them; the other tier has a shorter one."""
+    model = make("llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=1024, max_position_embeddings=2048)
+    options = {**OPTIONS, "chunk_tokens": 64, "load_wait": 10.0}
+    config = tiers(tmp_path / "works", io="thread")
+    with PrefixCache(config, model, **options) as cache:
+        greedy(cache, IDS, tokens=1)
+    [hangs] = tiers(tmp_path / "hangs", name="hangs", deadline="300s")["secondary"]
+    config["secondary"].append(hangs)
+    before = hosts()
+    with PrefixCache(config, model, **options) as cache:
+        [host] = hosts() - before
+        os.kill(host, signal.SIGSTOP)
+        try:
+            cache.generate(prompt(1024, seed=3), max_new_tokens=1)
+            while not has_put_all_that_it_can(cache._writer._thread):
+                assert cache.stats()["waiting_bytes"], "the store does not hang"
+                time.sleep(0.01)
+            assert cache.load(IDS).get_seq_length() == 64
+            assert cache.stats()["waiting_bytes"] == 256 << 20, "the store does not hang any more"
+        finally:
+            os.kill(host, signal.SIGCONT)
 
 
 def test_a_fault_of_the_cache_is_one_line_and_the_model_computes(open_cache, monkeypatch, warnings_of_cache):

@@ -1,9 +1,12 @@
 """The store itself, on Azurite: what all tiers by obstore promise, and what is Azure's own."""
 
+import contextlib
 import signal
 import ssl
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 import trustme
@@ -59,20 +62,37 @@ class TestAzureStore(StoreTests):
 
     def test_a_connection_that_the_server_is_about_to_close_is_not_used(self, opened):
         # Azurite closes a connection that was idle for 6 s. Stopped meanwhile, it does so when it goes on, before it
-        # looks at what has come in: a request on that connection would be cut off.
-        with Azurite() as server:
+        # looks at what has come in: a request on that connection is cut off, as the control shows.
+        with Azurite() as server, contextlib.closing(HTTPConnection("127.0.0.1", server.port)) as control:
             where = {"account": "devstoreaccount1", "endpoint": server.endpoint, "account_key": ACCOUNT_KEY}
             store = opened(AzureConfig(type="azure", container=new_container(server.endpoint), **where))
             store.write("a", value(1))
-            time.sleep(1)  # time to set its clock
+            control.request("GET", "/")
+            control.getresponse().read()
+            new_container(server.endpoint)  # answered by the same loop, which has set both clocks before
+            stopped = time.monotonic()
             server.send(signal.SIGSTOP)
-            time.sleep(5.5)
+            time.sleep(max(0.0, stopped + 6.5 - time.monotonic()))
+            control.request("GET", "/")
             with ThreadPoolExecutor(1) as pool:
                 writing = pool.submit(store.write, "a", value(2))
-                wait([writing], timeout=0.5)  # time to send it
+                until = time.monotonic() + 5
+                while len(unread(server.port)) < 2 and time.monotonic() < until:
+                    time.sleep(0.01)
+                requests = len(unread(server.port))
                 server.send(signal.SIGCONT)
                 writing.result()
+            assert requests == 2, "both were sent while the server was stopped"
+            with pytest.raises(ConnectionError):  # else the server has not closed what was idle
+                control.getresponse()
             assert read(store, "a") == bytes([2]) * 4096
+
+
+def unread(port: int) -> list[str]:
+    """Return the sockets at this port that have bytes which the server has not read."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ours = [row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"]
+    return [row[2] for row in ours if not row[4].endswith(":00000000")]
 
 
 # -- who asks

@@ -39,9 +39,10 @@ def compared(got, right):
 
 
 def inspected(what):
-    """Return what this process holds: "layouts" of its engines; "damage" its values in memory, and return how many."""
+    """Return what this process holds: "layouts" of its engines; the "count" of its values in memory; "damage" them,
+    and return how many."""
     gc.unfreeze()  # vLLM freezes what it has at the end of its start, and that would not be listed
-    return {"layouts": _layouts, "damage": _damage}[what]()
+    return {"layouts": _layouts, "count": lambda: len(_held()), "damage": _damage}[what]()
 
 
 def _layouts():
@@ -50,18 +51,21 @@ def _layouts():
     return sorted({it.to_json() for it in gc.get_objects() if isinstance(it, CacheLayout)})
 
 
-def _damage():
-    """Flip a bit in each value that a tier of this very process holds."""
+def _held():
+    """Return the values that a tier of this very process holds: each by the dictionary that has it, and its name."""
     from kvtiers_example.example_tier import ExampleSecondaryTier
     from kvtiers_example.memory_store import MemoryStore
 
-    count = 0
-    for held in (it for it in gc.get_objects() if isinstance(it, MemoryStore | ExampleSecondaryTier)):
-        for name, value in list(held._values.items()):
-            if "/_layout/" not in str(name):
-                held._values[name] = flipped(value)
-                count += 1
-    return count
+    stores = [it for it in gc.get_objects() if isinstance(it, MemoryStore | ExampleSecondaryTier)]
+    return [(held._values, name) for held in stores for name in held._values if "/_layout/" not in str(name)]
+
+
+def _damage():
+    """Flip a bit in each value that a tier of this very process holds."""
+    held = _held()
+    for values, name in held:
+        values[name] = flipped(values[name])
+    return len(held)
 
 
 def flipped(value):
@@ -69,6 +73,17 @@ def flipped(value):
     value = bytearray(value)
     value[7::4096] = bytes(byte ^ 0x10 for byte in value[7::4096])
     return bytes(value)
+
+
+def assert_mapped(tier, stats):
+    """Assert that clients have moved their values in an engine's own memory, where tier hosts can map it.
+
+    ``stats``: of each client. One that was asked for nothing has moved nothing.
+    """
+    if tier.get("io") == "thread" or tier["type"] == "memory-async":
+        return
+    for its in stats:
+        assert its["direct_values"] or not (its["stored_values"] or its["found_values"]), its
 
 
 class Here:

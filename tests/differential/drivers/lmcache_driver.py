@@ -4,14 +4,17 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from common import Here, compared
+from common import Here, assert_mapped, compared
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "integrations" / "lmcache"))
 
 from tests.conftest import params_of
-from tests.parts import Layout, Memory, Server, content, keys_of
+from tests.parts import Layout, Server, SharedMemory, content, keys_of
+
+from kvtiers_lmcache import clients
 
 VALUES = 4
+clients._LEAST_MAPPED = 0  # these small objects, too
 
 
 def release():
@@ -27,7 +30,8 @@ def options_of(config, weights):
 
 class Engine(Here):
     def __init__(self, config, weights):
-        self._memory, self._shift = Memory(), sum(weights.encode())
+        self._memory, self._shift = SharedMemory(), sum(weights.encode())
+        self._tier = config["secondary"][0]
         self._server = Server(options_of(config, weights), self._memory)
 
     def _keys(self, seed):
@@ -53,6 +57,7 @@ class Engine(Here):
         self._memory._objects.clear()
 
     def close(self):
+        assert_mapped(self._tier, self._server.adapter.report_status()["clients"])
         self._server.close()
         self._memory.close()
 

@@ -4,7 +4,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from common import Here, compared
+from common import Here, assert_mapped, compared
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "integrations" / "sglang"))
 
@@ -12,7 +12,10 @@ from tests import without_torchvision  # noqa: F401, I001 -- before anything of 
 from sglang.srt.plugins import load_plugins
 from tests.parts import Server, mha_pool, published
 
+from kvtiers_sglang import pools
+
 PAGES = 4
+pools._LEAST_MAPPED = 0  # pages of these small pools, too
 load_plugins()
 published().install()
 
@@ -23,6 +26,7 @@ def release():
 
 class Engine(Here):
     def __init__(self, config, weights):
+        self._tier = config["secondary"][0]
         options = {"config": config, "bounce_bytes": "4MiB", "weights": weights}
         options["deadline"] = config["secondary"][0]["deadline"]
         self._server = Server(mha_pool(allocator="shm"), options)  # as KVTIERS_CONFIG has it
@@ -57,6 +61,7 @@ class Engine(Here):
         return compared(got, right)
 
     def close(self):
+        assert_mapped(self._tier, [self._server.backend.stats()["kv"]])
         self._server.close()
 
 

@@ -17,8 +17,6 @@ _SGLANGS = frozenset(
     {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}  # the last: added
 )
 _WHERE = "--hicache-storage-backend-extra-config"
-_OTHER_MEMORY = ("SGLANG_HUGEPAGE_SIZE", "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", "HSA_USERPTR_FOR_PAGED_MEM")
-"""Variables by which SGLang makes its pools of memory that no file stands for, or with ROCm should."""
 
 
 class Options(StrictModel):
@@ -40,14 +38,23 @@ def extra_config(path: str) -> dict[str, Any]:
     Its pools lie in a memfd then, of the same small shared pages as without (``shm``), so that tier hosts can map
     them; but where the environment says of which other memory they are to be.
     """
-    others = any(os.environ.get(name) for name in _OTHER_MEMORY)
     return {
         "backend_name": "kvtiers",
         "module_path": "kvtiers_sglang",
         "class_name": "KvtiersHiCache",
         "interface_v1": 1,
         "config": str(Path(path).absolute()),
-    } | ({} if others else {"allocator": "shm"})
+    } | ({} if _wants_other_memory() else {"allocator": "shm"})
+
+
+def _wants_other_memory() -> bool:
+    """Return whether SGLang makes its pools of memory that no file stands for, or with ROCm should; as it reads it."""
+    threads = os.environ.get("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", "")
+    return (
+        bool(os.environ.get("SGLANG_HUGEPAGE_SIZE", "").strip())
+        or (threads.strip().isdigit() and int(threads) > 0)
+        or os.environ.get("HSA_USERPTR_FOR_PAGED_MEM") == "0"
+    )
 
 
 def options_of(extra: Mapping[str, Any] | None) -> Options:

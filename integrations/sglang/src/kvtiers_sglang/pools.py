@@ -8,6 +8,8 @@ copies once, between pool and bounce rows.
 """
 
 import ctypes
+import functools
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +17,13 @@ from typing import Any
 import torch
 
 from kvtiers import Client, open_client
-from kvtiers.api import ConfigError
+from kvtiers.api import ConfigError, StartError
 from kvtiers_sglang.identity import identity_of, release
 from kvtiers_sglang.options import Options, tiers_of
 
 __all__ = ["Pages", "Pool", "keys_of", "open_pool"]
 
+_log = logging.getLogger("kvtiers.sglang")
 Part = memoryview
 _LEAST_MAPPED = 256 << 10
 
@@ -87,17 +90,25 @@ class Pool:
 def open_pool(name: str, memory: Any, storage: Any, options: Options) -> Pool:
     """Open the tiers for a pool. ConfigError or StartError, in one line, if it cannot be used."""
     pages = Pages(memory)
-    client = open_client(
+    opened = functools.partial(
+        open_client,
         tiers_of(options),
         identity_of(name, memory, pages.sizes, storage, options),
         pages.nbytes,
         bounce_bytes=options.bounce_bytes,
-        region=_region_of(memory) if pages.nbytes >= _LEAST_MAPPED else None,
         deadline=options.deadline,
         way_in=f"in SGLang {release()}, pool {name}",
         release=f"sglang {release()}",
         tenant=options.tenant,
     )
+    region = _region_of(memory) if pages.nbytes >= _LEAST_MAPPED else None
+    try:
+        client = opened(region=region)
+    except StartError as error:
+        if region is None:
+            raise
+        _log.warning("pool %s is not mapped, its pages pass the bounce rows: %s", name, error)
+        client = opened()
     return Pool(memory, pages, client)
 
 

@@ -13,8 +13,8 @@ __all__ = ["NO_RETRIES", "ConnectionOptions", "client_options", "read_certificat
 
 NO_RETRIES: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(0)}
 """Core retries, inside its deadline; obstore would wait beside it."""
-# A server that closes an idle connection cuts off a request that was sent at this moment. Node and Apache wait for 5 s,
-# gateways and the clouds for longer; the HTTP client would keep connections for 90.
+# A server that closes an idle connection cuts off a request that was sent at this moment. Node and Apache wait for 5 s;
+# the HTTP client would keep connections for 90.
 _IDLE_SECONDS = 4.0
 
 
