@@ -78,7 +78,7 @@ def test_quotas_are_those_of_the_config_and_one_that_holds_no_value_is_one_of_no
     (case,) = plan_cases(Wanted(["10%"]), PlanSizes(1000, 4096), config)
     assert case.tiers == (PlanTier("memory", 200, quotas=(("blue", 10), ("*", 0))),)
     (case,) = plan_cases(Wanted(["10%"], {"": ["50%"]}), PlanSizes(1000), config)
-    assert case.tiers == (PlanTier("memory", 500),), "nobody has said how large a value is"
+    assert case.tiers == (PlanTier("memory", 500),), "the size of a value is not known"
 
 
 def test_admission_by_expected_reuse_is_simulated_as_configured():
