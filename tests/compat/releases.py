@@ -8,36 +8,48 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
 _RUN_KVTIERS = "from kvtiers.cli.main import main; main()"
+_FILES = """
+def files():
+    "Where the packages of kvtiers that are loaded come from."
+    found = {name: module for name, module in sys.modules.items() if "." not in name and name.startswith("kvtiers")}
+    return {name: module.__file__ for name, module in found.items()}
+"""
 _PLAY = """
 import json, sys, make_stores
-print(json.dumps([getattr(make_stores, what)(tier, **more) for what, tier, more in json.loads(sys.argv[1])]))
+for line in sys.stdin:
+    found = [getattr(make_stores, what)(tier, **more) for what, tier, more in json.loads(line)]
+    print(json.dumps([found, files()]), flush=True)
 """
 _ROLLING = """
 import json, random, sys, time
 import numpy as np
 from make_stores import LENGTH, keys, open_one, value
 
-tiers, seed, seconds = map(json.loads, sys.argv[1:])
-client = open_one(*tiers)
-chance, loaded, wrong, stored = random.Random(seed), 0, 0, 0
+tiers, seed, seconds, own, others, options = map(json.loads, sys.argv[1:])
+client = open_one(*tiers, **options)
+chance, loaded, of_others, wrong, stored = random.Random(seed), 0, 0, 0, 0
 print("ready", flush=True)
 sys.stdin.readline()
 until = time.monotonic() + seconds
-while time.monotonic() < until:
-    some = chance.sample(range(60), 8)
+latest = until + 60
+while time.monotonic() < until or (others and not of_others and time.monotonic() < latest):
+    some = chance.sample([*range(60), *own, *others], 8)
     views = [np.zeros(LENGTH, np.uint8) for _ in some]
     found = client.get_into(keys(some), views)
     loaded += sum(found)
+    of_others += sum(there for number, there in zip(some, found) if number in others)
     wrong += sum(there and not (view == value(number)).all() for number, view, there in zip(some, views, found))
-    missing = [number for number, there in zip(some, found) if not there]
+    missing = [number for number, there in zip(some, found) if not there and number not in others]
     if missing:
         stored += sum(client.put(keys(missing), [value(number) for number in missing]).stored)
 client.close()
-print(json.dumps({"loaded": loaded, "wrong": wrong, "stored": stored}))
+counts = {"loaded": loaded, "of_others": of_others, "wrong": wrong, "stored": stored}
+print(json.dumps([counts, files()]))
 """
 
 
@@ -47,7 +59,7 @@ def python(release, *arguments, **more):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(([str(release)] if release else []) + paths)}
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)], env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more,
     )  # fmt: skip
 
 
@@ -67,9 +79,52 @@ def looked_for(tier, numbers=range(12), **options):
     return "read", tier, options | {"numbers": list(numbers)}
 
 
+class Player:
+    """A process of a release that does steps, each with a client of its own."""
+
+    def __init__(self, release):
+        self._release = release
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by close; a pipe without a reader would fill
+        self._process = python(release, "-c", _FILES + _PLAY, stdin=subprocess.PIPE, stderr=self._errors)
+
+    def play(self, *steps):
+        """Do these steps; return what each one found."""
+        self._process.stdin.write(json.dumps(steps) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, self._said()
+        found, files = json.loads(line)
+        _are_of(self._release, files, [tier for _, tier, _ in steps])
+        return found
+
+    def close(self):
+        self._process.communicate(timeout=120)
+        with self._errors:
+            assert self._process.returncode == 0, self._said()
+
+    def _said(self):
+        self._errors.seek(0)
+        return self._errors.read()
+
+
 def play(release, *steps):
-    """Let a process of this release do these steps, each with a client of its own; return what each one found."""
-    return json.loads(said(python(release, "-c", _PLAY, json.dumps(steps))).splitlines()[-1])
+    """Let a process of this release do these steps; return what each one found."""
+    player = Player(release)
+    try:
+        return player.play(*steps)
+    finally:
+        player.close()
+
+
+def _are_of(release, files, tiers):
+    """Raise unless core and these tiers' plugins are loaded, and come from the release: core, and what else it has."""
+    assert {"kvtiers", *(f"kvtiers_{tier['type']}" for tier in tiers)} <= files.keys()
+    for name, file in files.items():
+        folder = release and Path(release) / name
+        if folder and (folder.is_dir() or name == "kvtiers"):
+            assert Path(file).is_relative_to(folder), f"{name} is not the release's: {file}"
+        elif not folder:
+            assert Path(file).is_relative_to(HERE.parents[1]), f"{name} is not this source tree's: {file}"
 
 
 def command(release, folder, tier, *arguments):
@@ -80,19 +135,32 @@ def command(release, folder, tier, *arguments):
     return json.loads(said(python(release, "-c", _RUN_KVTIERS, "store", arguments[0], *where, *arguments[1:])))
 
 
-def at_once(releases, tiers, seconds):
-    """Let an engine of each of these releases want the same values for some seconds; return what each has counted."""
-    engines = [
-        python(release, "-c", _ROLLING, *map(json.dumps, [tiers, seed, seconds]), stdin=subprocess.PIPE)
-        for seed, release in enumerate(releases)
-    ]
+def at_once(releases, tiers, seconds, *, disjoint=False, **options):
+    """Let an engine of each of these releases want the same values for some seconds; return what each has counted.
+
+    ``disjoint``: they want values, too, that engines of one release alone store, and go on until they have found one
+    of another release's (``of_others``).
+    """
+    sides = list(dict.fromkeys(releases))
+    numbers = {release: [60 + 20 * place + each for each in range(20)] for place, release in enumerate(sides)}
+    engines = []
+    for seed, release in enumerate(releases):
+        own = numbers[release] if disjoint else []
+        others = [number for side in sides if side != release for number in numbers[side]] if disjoint else []
+        arguments = map(json.dumps, [tiers, seed, seconds, own, others, options])
+        engines.append(python(release, "-c", _FILES + _ROLLING, *arguments, stdin=subprocess.PIPE))
     try:
         for engine in engines:
             assert engine.stdout.readline() == "ready\n", engine.stderr.read()
         for engine in engines:
             engine.stdin.write("go\n")
             engine.stdin.flush()
-        return [json.loads(said(engine).splitlines()[-1]) for engine in engines]
+        counted = []
+        for release, engine in zip(releases, engines, strict=True):
+            counts, files = json.loads(said(engine).splitlines()[-1])
+            _are_of(release, files, tiers)
+            counted.append(counts)
+        return counted
     finally:
         for engine in engines:
             engine.kill()

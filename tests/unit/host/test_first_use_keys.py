@@ -5,7 +5,7 @@ import os
 import random
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -513,6 +513,28 @@ def test_behind_a_flood_of_names_whose_files_hang_a_tenant_in_use_is_read_next_a
         permits[tenant].release()
     await_ring(keys, *flood)
     end(keys)
+
+
+@pytest.mark.parametrize(("names_a_second", "seconds"), [(20, 60), (100, 13), (500, 5)])
+def test_while_a_flood_of_names_goes_on_a_tenant_used_each_second_has_its_turn(
+    keys_of, monkeypatch, names_a_second, seconds
+):
+    """No threads and no clock: eight readers are simulated that each need 2 s, and the tenant is never used last."""
+    monkeypatch.setattr(FirstUseKeys, "_start_thread", lambda keys: None)
+    keys = keys_of({"key": {"command": ["true"]}}, pauses=(1e9, 1e9))
+    began = 70 * names_a_second  # as many wait then as may
+    reading = deque()
+    for tick in range(began + seconds * names_a_second + 1):
+        while reading and reading[0][0] <= tick:
+            keys._fail(reading.popleft()[1], "no key")
+        if tick >= began and (tick - began) % names_a_second == 0:
+            keys.ring_of([chunk("good")])
+        keys.ring_of([chunk(f"flood{tick}")])
+        while len(reading) < 8 and keys._first:
+            reading.append((tick + 2 * names_a_second, keys._take()))
+            if reading[-1][1].tenant == "good":
+                return
+    pytest.fail(f"not read within {seconds} s")
 
 
 def test_of_more_names_than_may_wait_the_one_used_longest_ago_is_left_out_until_its_next_use(

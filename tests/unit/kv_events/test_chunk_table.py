@@ -210,6 +210,24 @@ def test_a_tier_that_others_share_over_a_network_is_remote_unless_the_config_say
     assert place_of(found, EventsConfig(tiers={tier["type"]: EventTierConfig(medium="DISK")})).locality == locality
 
 
+@pytest.mark.parametrize(
+    ("encoding", "tier", "removals"),
+    [
+        ("map", None, {"disk": 1, "s3": 1}),
+        ("array", "named", {"disk": 1, "s3": 1}),
+        ("array", None, {"disk": 1, "s3": 0}),
+    ],
+)
+def test_a_removal_that_cannot_say_it_is_remote_removes_nothing_local(encoding, tier, removals):
+    """An array has no locality: a router that left out what is stored at s3 would remove the disk's block."""
+    places = {"disk": Place("STORAGE", "LOCAL", tier and "disk"), "s3": Place("STORAGE", "REMOTE", tier and "s3")}
+    table = ChunkTable(Wire("bytes", encoding), GROUPS, places, tokens=True)
+    key = chunk("a").key
+    for name in places:
+        assert len(events(table, [key], tier=name)) == 1
+        assert len(events(table, [key], removed=True, tier=name)) == removals[name]
+
+
 def test_the_primary_s_blocks_can_be_removed_one_by_one_for_a_stream_that_has_others_too(table):
     known, bare = chunk("a"), make_offload_key(b"bare", 0)
     table.describe([known])

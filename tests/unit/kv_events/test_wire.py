@@ -84,3 +84,10 @@ def test_a_decoder_of_an_early_vllm_reads_the_array_encoding_and_ignores_what_it
 @pytest.mark.parametrize("encoding", ["map", "array"])
 def test_a_batch_has_three_fields_always_as_dynamo_wants_them(encoding):
     assert len(msgspec.msgpack.decode(batch(encoding))) == 3
+
+
+@pytest.mark.parametrize("encoding", ["map", "array"])
+def test_a_field_that_removals_do_not_have_is_a_mistake_and_not_left_out(encoding):
+    wire = Wire("int", encoding)
+    with pytest.raises(TypeError, match="lokality"):
+        wire.removed([7], medium="CPU", lokality="LOCAL")

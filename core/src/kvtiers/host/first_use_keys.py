@@ -15,8 +15,9 @@ thread             does
 transfer, lookup   ask for the keys of what they move or look up; wait for a file's first attempt, a little in sum
 first-use key (8   read keys, run an operator's commands, and end when nothing is to be read: first attempts before
 or fewer)          further ones, which have one thread to four, so that neither is in the other's way; of the first
-                   the tenant used last and the one that has waited longest, in turns, so that many names that are
-                   used once keep no tenant waiting that is in use
+                   the tenant used last and the one that came first, in turns: a use brings a tenant forward in the
+                   one order and never back in the other, so a flood of names used once keeps none waiting that is in
+                   use, however long it goes on
 =================  ==========================================================================================
 """
 
@@ -84,6 +85,7 @@ class FirstUseKeys:
         self._failed: OrderedDict[str, _Entry] = OrderedDict()
         self._queued: dict[str, _Entry] = {}
         self._first: OrderedDict[str, _Entry] = OrderedDict()  # of what is queued: what is not being read yet
+        self._first_by_arrival: OrderedDict[str, _Entry] = OrderedDict()  # the same; a use does not reorder it
         self._retries: deque[_Entry] = deque()
         self._takes_newest = False
         self._threads = self._reading = self._retrying = 0  # all threads; those that read; those of these that retry
@@ -110,6 +112,7 @@ class FirstUseKeys:
         with self._changed:
             self._is_closed = True
             self._first.clear()
+            self._first_by_arrival.clear()
             self._retries.clear()
             self._changed.notify_all()
 
@@ -138,10 +141,10 @@ class FirstUseKeys:
         if entry.has_failed:
             self._retries.append(entry)
             return
-        self._first[entry.tenant] = entry
+        self._first[entry.tenant] = self._first_by_arrival[entry.tenant] = entry
         if len(self._first) > _MOST_WAITING:
             left_out, _ = self._first.popitem(last=False)
-            del self._queued[left_out]
+            del self._first_by_arrival[left_out], self._queued[left_out]
 
     def _start_thread(self) -> None:
         """Start a thread, if there is more to take than there are threads about to take it."""
@@ -194,7 +197,12 @@ class FirstUseKeys:
                 self._retrying += 1
             elif self._first:
                 self._takes_newest = not self._takes_newest
-                _, entry = self._first.popitem(last=self._takes_newest)
+                if self._takes_newest:
+                    tenant, entry = self._first.popitem()
+                    del self._first_by_arrival[tenant]
+                else:
+                    tenant, entry = self._first_by_arrival.popitem(last=False)
+                    del self._first[tenant]
             else:
                 self._threads -= 1
                 return None

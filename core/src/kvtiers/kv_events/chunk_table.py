@@ -130,6 +130,8 @@ class ChunkTable:
             yield self._wire.stored(hashes, None, **self._words(group, place), **self._kind(group))
 
     def _removed(self, change: OffloadEvent, place: Place) -> Iterator[msgspec.Struct]:
+        if place.locality == "REMOTE" and place.tier is None and not self._wire.removals_name_places:
+            return  # a router that leaves out what is remote would take it for a local place of this medium
         by_group: dict[int, list[int | bytes]] = {}
         for key in change.keys:
             group = group_of(key)

@@ -78,6 +78,9 @@ class _RemovedArray(_Event, tag="BlockRemoved", array_like=True):
     group_idx: int | None = None
 
 
+_NOT_IN_ARRAY = set(_Removed.__struct_fields__) - set(_RemovedArray.__struct_fields__)
+
+
 class _ClearedArray(_Cleared, tag="AllBlocksCleared", array_like=True):
     pass
 
@@ -87,6 +90,8 @@ class Wire:
 
     def __init__(self, hashes: Literal["int", "bytes"], encoding: Literal["map", "array"], rank: int = 0) -> None:
         is_map = encoding == "map"
+        self.removals_name_places = is_map
+        """Whether removals say more of a place than its medium."""
         self._short = hashes == "int"
         self._stored: type[Stored] = Stored if is_map else _StoredArray
         self._removed: type[_Removed | _RemovedArray] = _Removed if is_map else _RemovedArray
@@ -104,10 +109,10 @@ class Wire:
         return self._stored(hashes, parent, **all_fields)
 
     def removed(self, hashes: list[int | bytes], **fields: Any) -> msgspec.Struct:
-        """Return an event of blocks that are there no longer."""
-        return self._removed(
-            hashes, **{name: fields[name] for name in self._removed.__struct_fields__ if name in fields}
-        )
+        """Return an event of blocks that are there no longer; ``fields``: as ``Stored`` has them, of the place."""
+        if not self.removals_name_places:
+            fields = {name: value for name, value in fields.items() if name not in _NOT_IN_ARRAY}
+        return self._removed(hashes, **fields)
 
     def cleared(self) -> msgspec.Struct:
         """Return the event that nothing is anywhere any more."""

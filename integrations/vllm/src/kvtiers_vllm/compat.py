@@ -210,6 +210,7 @@ def _preprocess_add_request(prepare: _Wrapper) -> _Wrapper:
         prepared = prepare(self, request)
         link = _link(self)
         if link is not None:
+            link.sees_requests = True
             for arrived in link.request_arrived:
                 arrived(prepared[0])
         return prepared

@@ -33,16 +33,14 @@ class CoreLink:
     workers_called: list[Callable[[Any], None]] = field(default_factory=list)
     weights_named: list[Callable[[], None]] = field(default_factory=list)
     cache_reset: list[Callable[[], None]] = field(default_factory=list)
+    sees_requests: bool = False
+    """Whether a request has been seen as the core took it in: a core that is attached may have a function of its own
+    in the place of a wrapped one."""
     _core: Callable[[], Any] = lambda: None
 
     def attach(self, core: Any) -> None:
-        """Record the core, at its first call."""
+        """Record the core: at the start of its loop, or at its first call."""
         self._core = weakref.ref(core)
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the core has been seen: at the start of its loop, and before its first request is."""
-        return self._core() is not None
 
     def is_idle(self) -> bool:
         """Return whether the engine has begun no request that it could go on with; in a pass, none in it either."""

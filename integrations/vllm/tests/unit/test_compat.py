@@ -73,10 +73,10 @@ def test_the_calls_of_another_engine_in_the_process_are_its_own(core, link, kind
     other.set_weight_version("2")
     other.reset_prefix_cache()
     assert seen == []
-    assert not link.is_attached
+    assert not link.sees_requests
     core.preprocess_add_request("one")
     assert seen == ["one"]
-    assert link.is_attached
+    assert link.sees_requests
 
 
 def test_an_engine_is_idle_while_it_has_begun_no_request_and_before_it_is_known_it_is_not(core, link):
@@ -91,10 +91,23 @@ def test_a_core_with_a_loop_is_seen_when_that_starts_before_any_request(kind, co
     looping = type("EngineCoreProc", (kind,), {"__module__": kind.__module__, "run_busy_loop": lambda self: "over"})
     link = compat.follow_core(Engine(config, None), "0.32.0")
     core = looping(config)
-    assert not link.is_attached
+    assert not link.is_idle()
     assert core.run_busy_loop() == "over"
-    assert link.is_attached
+    assert link.is_idle(), "it is attached"
     assert core.called == []
+
+
+def test_a_core_with_functions_of_its_own_is_attached_by_its_loop_and_its_requests_are_not_seen(kind, config):
+    """A subclass of another distribution, whose updates of the weights would go unseen, too."""
+    looping = type("EngineCoreProc", (kind,), {"__module__": kind.__module__, "run_busy_loop": lambda self: "over"})
+    own = {"preprocess_add_request": lambda self, request: (request, 3), "collective_rpc": lambda self, method: []}
+    other = type("OtherCore", (looping,), {"__module__": "other_distribution"} | own)
+    link = compat.follow_core(Engine(config, None), "0.32.0")
+    core = other(config)
+    assert core.run_busy_loop() == "over"
+    assert core.preprocess_add_request("one") == ("one", 3)
+    assert link.is_idle(), "it is attached"
+    assert not link.sees_requests
 
 
 def test_an_engine_that_has_replaced_its_config_is_followed_as_before(core, link):

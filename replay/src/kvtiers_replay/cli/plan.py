@@ -164,6 +164,9 @@ def plan(
     sizes = PlanSizes(chunks.unique)
     if bytes_per_token:
         sizes = PlanSizes.of_tokens(chunks.unique, chunks.tokens_per_chunk, bytes_per_token)
+    elif config and (tiers := [tier.tier_name for tier in config.secondary if tier.quotas]):
+        text = "plan: the quotas of {} are left out: give --model or --bytes-per-token to have them simulated"
+        click.echo(text.format(", ".join(tiers)), err=True)
     found = Plan(workload.name, chunks, sizes, wish, prefill_speed=prefill_speed)
     _fill(found, plan_cases(Wanted(primary, secondary, policy), sizes, config), processes, compares=not policy)
     if plot and found.points:

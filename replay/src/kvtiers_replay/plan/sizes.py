@@ -47,8 +47,8 @@ class PlanSizes:
             raise ConfigError(f"{where}: {error}; or a share such as '10%', or 'unlimited'") from None
         return self.from_bytes(where, nbytes)
 
-    def from_bytes(self, where: str, nbytes: int, least: int = 1) -> int:
-        """Return how many values these bytes hold. ConfigError: fewer than ``least``."""
+    def from_bytes(self, where: str, nbytes: int) -> int:
+        """Return how many values these bytes hold. ConfigError: not one."""
         if not nbytes:
             return 0
         if self.value_bytes is None:
@@ -56,7 +56,7 @@ class PlanSizes:
                 f"{where}: {format_size(nbytes)} is how many chunks? Give --model or --bytes-per-token, "
                 "or sizes as shares such as '10%'"
             )
-        if nbytes < least * self.value_bytes:
+        if nbytes < self.value_bytes:
             raise ConfigError(
                 f"{where}: {format_size(nbytes)} does not hold one chunk of {format_size(self.value_bytes)}"
             )
@@ -161,11 +161,10 @@ def _tier(tier: TierConfig, chunks: int | None, sizes: PlanSizes) -> PlanTier:
     name, writes = tier.tier_name, tier.writes_per_hour
     if writes is not None:
         writes = sizes.from_bytes(f"the config's tier {name!r}: writes_per_hour", writes)
-    # A quota that holds not one value is one of none, as in a tier host.
-    quotas = tuple(
-        (tenant, sizes.from_bytes(f"the config's tier {name!r}: quotas", quota, least=0))
-        for tenant, quota in tier.quotas.items()
-    )
+    quotas: tuple[tuple[str, int], ...] = ()
+    if sizes.value_bytes is not None:  # else left out: the sizes may all be shares
+        # A quota that holds not one value is one of none, as in a tier host.
+        quotas = tuple((tenant, quota // sizes.value_bytes) for tenant, quota in tier.quotas.items())
     return PlanTier(name, chunks, tier.admission, tier.read_only, tier.may_lose, writes, quotas)
 
 

@@ -124,6 +124,17 @@ def test_tenants_of_a_config_have_their_quotas(run, trace, config, tmp_path, who
     assert of_all_then - bounded == of_all - of_blue, "the others have no quota"
 
 
+def test_where_no_value_has_a_size_quotas_are_left_out_and_one_line_says_so(run, trace, config):
+    file = config("{type: memory, capacity: 1GiB, quotas: {blue: 8MiB}}", more="tenants: {}\n")
+    arguments = ["plan", "--trace", trace, "--config", file, "--primary", "10%", "--secondary", "50%"]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == (
+        "plan: the quotas of memory are left out: give --model or --bytes-per-token to have them simulated\n"
+    )
+    assert run(*arguments, "--bytes-per-token", "1KiB").stderr == ""
+
+
 def test_json_adds_up(run, trace):
     result = run("plan", "--trace", trace, "--primary", "10%", "--secondary", "50%", "--json", "--wish", "5%")
     data = json.loads(result.stdout)

@@ -60,8 +60,8 @@ _DRAIN_SECONDS = 10.0  # how long an engine that ends may still write to its tie
 class KvtiersManager(OffloadingManager):
     """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics; ``alone``: no engine steps with it.
 
-    A core that is not seen before its first request is one whose weights could be updated unseen: no request uses a
-    tier then.
+    A core whose requests are not seen as it takes them in is one whose weights could be updated unseen: no request uses
+    a tier then.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class KvtiersManager(OffloadingManager):
         """Record a request; return which of its chunks are wanted."""
         self._follow_weights()
         request = self.requests.open(req_context.req_id, req_context.kv_transfer_params)
-        if not self._core.is_attached:
+        if not self._core.sees_requests:
             request.out = True
             self._say_unseen()
         with self._manager.lock:
