@@ -98,9 +98,18 @@ class Player:
         return found
 
     def close(self):
-        self._process.communicate(timeout=120)
+        try:
+            self._process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
         with self._errors:
             assert self._process.returncode == 0, self._said()
+
+    def kill(self):
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
 
     def _said(self):
         self._errors.seek(0)

@@ -43,9 +43,11 @@ class Slab(KINDS["fs"]):
 
 def git(*arguments, root=ROOT):
     """Run git on a clone that may be owned by another user, as in a container."""
+    theirs = [name for name in os.environ if name.startswith("GIT_") and not name.startswith("GIT_TEST_")]
     return subprocess.run(
-        ["git", "-c", "safe.directory=*", "-C", root, *arguments], capture_output=True, check=False, timeout=60
-    )
+        ["git", "-c", "safe.directory=*", "-C", root, *arguments], capture_output=True, check=False, timeout=60,
+        env={name: value for name, value in os.environ.items() if name not in theirs},  # not a hook's repository
+    )  # fmt: skip
 
 
 def need(commit, root=ROOT):
@@ -94,16 +96,20 @@ def older(tmp_path_factory):
 @pytest.fixture(scope="module")
 def play():
     """Return a function that lets the process of a commit, or of this tree (None), do steps: one process of each."""
-    with contextlib.ExitStack() as stack:
-        players = {}
+    players = {}
 
-        def play(release, *steps):
-            if release not in players:
-                players[release] = Player(release)
-                stack.callback(players[release].close)
+    def play(release, *steps):
+        if release not in players:
+            players[release] = Player(release)
+        try:
             return players[release].play(*steps)
+        except BaseException:  # the next cell gets a process of its own
+            players.pop(release).kill()
+            raise
 
-        yield play
+    yield play
+    for player in players.values():
+        player.close()
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,8 @@ class TierSet:
                 raise ConfigError(f"{name}: its values cannot be encrypted, since it moves them by itself")
             tier = SealedTier(config, opener, self._views, self._names, self._rows.sizes)
         else:
-            tier = ChunkStoreTier(config, self._pool(plugin, config))
+            rows = len(self._rows.view) // self._rows.row_stride
+            tier = ChunkStoreTier(config, self._pool(plugin, config), rows=rows)
         value_bytes, capacity = max(value for _, value in self._rows.sizes), getattr(config, "capacity", None)
         options = TierOptions(
             name,

@@ -35,6 +35,7 @@ _TRIED_AGAIN = (
 LEAST_STORE_QUEUE = 1024
 """Values that may wait to be written with ``store_queue: auto``, however slow the store is."""
 _PERIOD_SECONDS = 5.0
+_ROWS_SHARE = 8  # of the primary's rows: half of the default of budgets.one_tier
 _MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
 _QUIET_SECONDS = 30.0  # for so long it must have dropped nothing: at its limit a store takes some values and drops some
 _FIGURES = (
@@ -52,16 +53,21 @@ _FIGURES = (
 
 
 class ChunkStoreTier(EventTier):
-    """Drives one store through its hosts. ``is_available`` while it is open and its breaker is closed."""
+    """Drives one store through its hosts. ``is_available`` while it is open and its breaker is closed.
 
-    def __init__(self, config: TierConfig, hosts: HostPool, clock: Callable[[], float] = time.monotonic) -> None:
+    ``rows``: of the primary, of which what waits to be written holds some.
+    """
+
+    def __init__(
+        self, config: TierConfig, hosts: HostPool, clock: Callable[[], float] = time.monotonic, *, rows: int = 0
+    ) -> None:
         self._name = config.tier_name
         self._hosts = hosts
         self._clock = clock
         self._deadline = config.deadline
         self._breaker = Breaker(config.breaker, clock)
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
-        self._counts = _Counts(config.store_queue, clock)
+        self._counts = _Counts(config.store_queue, rows, clock)
         self._generation = 0
         """Of the names: that of a job in flight may be an earlier one."""
         self._suspects = SuspectKeys()
@@ -409,8 +415,9 @@ class ChunkStoreTier(EventTier):
 class _Counts:
     """One tier's counts. ``store_queue``: the most chunks that may be on their way into the store."""
 
-    def __init__(self, store_queue: int | Literal["auto"], clock: Callable[[], float]) -> None:
+    def __init__(self, store_queue: int | Literal["auto"], rows: int, clock: Callable[[], float]) -> None:
         self.store_queue = store_queue
+        self._most_rows = rows // _ROWS_SHARE
         self.storing = 0
         """Chunks on their way into the store."""
         self.figures = dict.fromkeys(_FIGURES, 0)
@@ -424,9 +431,10 @@ class _Counts:
 
         With "auto" what waits is written within seconds, whatever a value's size and the store's speed: prompts are
         computed faster than a fast store writes them, in bursts, and a number that holds a burst for it would have the
-        values of a slow store wait beyond their deadline.
+        values of a slow store wait beyond their deadline. Nor does it take more of the primary's rows than leaves as
+        many of the tier's budget to loads.
         """
-        lately = max(LEAST_STORE_QUEUE, self._written + self._written_before)
+        lately = max(LEAST_STORE_QUEUE, min(self._written + self._written_before, self._most_rows))
         return max(0, (lately if self.store_queue == "auto" else self.store_queue) - self.storing)
 
     def begin(self, job: InflightJob) -> None:

@@ -25,7 +25,7 @@ def test_a_full_store_queue_takes_what_it_has_room_for_and_drops_and_counts_the_
 
 def test_the_queue_of_a_store_grows_with_what_it_has_written_in_seconds(make, backend, kit, clock):
     """A burst is computed faster than a fast store writes it; what waits for a slow one would outlive its deadline."""
-    tier = make()
+    tier = make(rows=8 * 9000)
     numbers = itertools.count(1)
 
     def taken(count):
@@ -50,9 +50,9 @@ def test_the_queue_of_a_store_grows_with_what_it_has_written_in_seconds(make, ba
     clock.now += 5.0
     written(number, 5024)
     clock.now += 5.0
-    number, sent = taken(9000)
-    assert sent == 9000, "the last two periods: 5,024 before this one and 5,024 in it"
-    assert tier.stats()["dropped_queue"] == 3000 - 1024 + 6000 - 5024
+    number, sent = taken(9001)
+    assert sent == 9000, "5,024 before this period and 5,024 in it, in an eighth of the rows"
+    assert tier.stats()["dropped_queue"] == 3000 - 1024 + 6000 - 5024 + 1
     clock.now += 60.0
     written(number, 9000)
     assert taken(9001)[1] == 9000, "what it wrote before a long pause says nothing of its speed now"

@@ -242,7 +242,7 @@ class _Parts:
             undo.callback(self._logs.close)
             self._hosts = self._hosts_on(rows) if config.io == "process" else None
             if self._hosts is not None:
-                self.tier = ChunkStoreTier(config, self._hosts.pool(config))
+                self.tier = ChunkStoreTier(config, self._hosts.pool(config), rows=len(rows) // self._row_bytes)
                 self._hosts.start()
             else:
                 self._rows = rows
@@ -252,7 +252,8 @@ class _Parts:
                 backend = InProcessBackend(
                     config, opener, views, self._names, self._sizes, self._described, self._encryption
                 )
-                self.tier = ChunkStoreTier(config, HostPool([PooledHost(config.tier_name, backend)]))
+                pool = HostPool([PooledHost(config.tier_name, backend)])
+                self.tier = ChunkStoreTier(config, pool, rows=len(rows) // self._row_bytes)
                 self._views = views
             undo.pop_all()
 
