@@ -221,10 +221,14 @@ class Engine:
         """Return the figures of vLLM's own /metrics; those of a tier as ``name{tier}``."""
         return self.do("metrics")
 
-    def forget(self) -> None:
-        """Wipe the engine's own prefix cache and its primary tier, after what is on its way to tiers has landed."""
+    def settle(self) -> None:
+        """Wait until what is on its way to tiers has landed."""
         self.generate([1, 2, 3], tokens=2)  # the last stores begin in the next step
         self.wait_for(lambda figures: not any(value for name, value in figures.items() if _IN_FLIGHT.search(name)))
+
+    def forget(self) -> None:
+        """Wipe the engine's own prefix cache and its primary tier, after what is on its way to tiers has landed."""
+        self.settle()
         assert self.do("reset_prefix_cache", connector=True)["ok"]
 
     def wait_for(self, condition: Callable[[dict[str, float]], object]) -> dict[str, float]:
