@@ -148,8 +148,8 @@ class SharedStore(keys_only._KeyStore):
     keys: ClassVar[OrderedDict] = OrderedDict()
     writes: ClassVar[Counter] = Counter()
 
-    def __init__(self, capacity):
-        super().__init__(capacity)
+    def __init__(self, capacity, quotas):
+        super().__init__(capacity, quotas)
         self._keys = self.keys
 
     def submit_store(self, job):
