@@ -56,7 +56,7 @@ __all__ = [
 
 _SLOWEST_PINNING = 256 << 20
 """Bytes a second that populating and pinning are waited for with ``prefault="all"``, once all ranks have joined."""
-_FIRST_BYTES = 4 << 30  # an H100 computes a second for it with a model of 8 billion parameters
+_FIRST_BYTES = 4 << 30  # so much KV takes an H100 a second to compute, for a model of 8 billion parameters
 _FOLLOWING_STEPS = 16  # of a window: how often the pre-fault program is asked for more
 
 _log = logging.getLogger("kvtiers.region")

@@ -55,7 +55,7 @@ _FIGURES = (
 class ChunkStoreTier(EventTier):
     """Drives one store through its hosts. ``is_available`` while it is open and its breaker is closed.
 
-    ``rows``: of the primary, of which what waits to be written holds some.
+    ``rows``: of the primary; values that wait to be written hold some of them.
     """
 
     def __init__(
@@ -429,10 +429,9 @@ class _Counts:
     def room(self) -> int:
         """Chunks that the store queue has room for.
 
-        With "auto" what waits is written within seconds, whatever a value's size and the store's speed: prompts are
-        computed faster than a fast store writes them, in bursts, and a number that holds a burst for it would have the
-        values of a slow store wait beyond their deadline. Nor does it take more of the primary's rows than leaves as
-        many of the tier's budget to loads.
+        With "auto" it follows the store's speed. A burst of prompts is computed faster than a fast store writes it, and a
+        fixed number that is large enough for that would let values of a slow store wait beyond their deadline. Waiting values hold at most an eighth of the primary's rows: by the default budgets half of the tier's, so that
+        loads have the other half.
         """
         lately = max(LEAST_STORE_QUEUE, min(self._written + self._written_before, self._most_rows))
         return max(0, (lately if self.store_queue == "auto" else self.store_queue) - self.storing)
