@@ -429,9 +429,10 @@ class _Counts:
     def room(self) -> int:
         """Chunks that the store queue has room for.
 
-        With "auto" it follows the store's speed. A burst of prompts is computed faster than a fast store writes it, and a
-        fixed number that is large enough for that would let values of a slow store wait beyond their deadline. Waiting values hold at most an eighth of the primary's rows: by the default budgets half of the tier's, so that
-        loads have the other half.
+        With "auto" it follows the store's speed. A burst of prompts is computed faster than a fast store writes it, and
+        a fixed number that is large enough for that would let values of a slow store wait beyond their deadline.
+        Waiting values hold at most an eighth of the primary's rows: by the default budgets half of the tier's, so
+        that loads have the other half.
         """
         lately = max(LEAST_STORE_QUEUE, min(self._written + self._written_before, self._most_rows))
         return max(0, (lately if self.store_queue == "auto" else self.store_queue) - self.storing)
