@@ -42,8 +42,10 @@ if TYPE_CHECKING:
         OffloadPolicy,
         PrefixHits,
         RequestContext,
+        RequestHints,
         StorePlan,
         TransferResult,
+        request_hints,
     )
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "PrefixHits",
     "PutResult",
     "RequestContext",
+    "RequestHints",
     "SchedulerOptions",
     "StepTransfers",
     "StorePlan",
@@ -83,6 +86,7 @@ __all__ = [
     "open_client",
     "open_manager",
     "open_worker",
+    "request_hints",
 ]
 
 # A test holds this equal to the imports above, which type checkers and editors read.
@@ -116,8 +120,10 @@ _NAMES_BY_MODULE = {
         "OffloadPolicy",
         "PrefixHits",
         "RequestContext",
+        "RequestHints",
         "StorePlan",
         "TransferResult",
+        "request_hints",
     ),
 }
 _OF_COMPANIONS = {"replay": ("kvtiers_replay.notebook", "kvtiers[replay]")}

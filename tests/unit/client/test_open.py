@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvtiers
 import kvtiers.metrics
-from kvtiers import ModelIdentity, open_client
+from kvtiers import ModelIdentity, open_client, request_hints
 from kvtiers.api import ConfigError, StartError
 from kvtiers.client.open import client_layout
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor
@@ -66,6 +66,18 @@ def test_a_key_that_is_given_twice_in_a_call_is_moved_once_and_filled_twice(clie
     back = np.zeros((2, 1000), np.uint8)
     assert client.get_into([KEYS[0]] * 2, list(back)) == [True, True]
     assert (back == value(1)).all()
+
+
+def test_what_a_session_leaves_that_ends_is_not_written_and_what_is_stored_stays(client):
+    assert all(client.put(KEYS[:2], [value(0), value(1)], hints=request_hints({"session": "s"})).stored)
+    last = client.put(
+        KEYS[:3], [value(0), value(1), value(2)], hints=request_hints({"session": "s", "session_ends": True})
+    )
+    assert (last.stored, last.tiers, last.error) == ([False] * 3, {}, "")
+    assert client.exists(KEYS[:3]) == [True, True, False]
+    assert client.put(KEYS[2:3], [value(2)]).stored == [True]  # it came back
+    counts = client.stats()
+    assert (counts["puts"], counts["put_values"], counts["declined_values"], counts["stored_values"]) == (3, 6, 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from kvtiers.client.requests import Delete, Get, Prefix, Present, Put, Task
 from kvtiers.client.rows import BounceRows
 from kvtiers.client.state import ClientState
 from kvtiers.layout.tenants import Tenants
+from kvtiers.types import NO_HINTS, RequestHints
 
 if TYPE_CHECKING:
     from kvtiers.api import OffloadKey
@@ -36,7 +37,7 @@ class PutResult:
 
     ``stored[i]``: a tier has value i now, or has had it by what was seen in the last ``exists_ttl``. ``tiers``: how
     many of the values each tier has, by its name. ``error``: in one line, why some tier has not all of them; "" if each
-    that takes stores has.
+    that takes stores has, and where the hints of the call have declined them.
     """
 
     stored: list[bool]
@@ -97,12 +98,15 @@ class Client:
         timeout: float | None = None,
         *,
         tenant: str | None = None,
+        hints: RequestHints = NO_HINTS,
     ) -> PutResult:
         """Store ``views[i]`` under ``keys[i]``, in all tiers that take stores, and wait for them.
 
-        The buffers are read during the call alone.
+        The buffers are read during the call alone. ``hints``: of the request that the values are of
+        (``request_hints`` reads them out of its parameters). One that ends its session (``session_ends``) leaves what
+        no one comes back for: its values are not written, and count as declined.
         """
-        result = self._never_raises(self._put, keys, views, timeout, tenant)
+        result = self._never_raises(self._put, keys, views, timeout, tenant, hints)
         return result if result is not None else PutResult([False] * _count(keys), error="not done; see the log")
 
     def get_into(
@@ -222,8 +226,16 @@ class Client:
             self._close(timeout)
 
     def _put(
-        self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None, tenant: str | None
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[Views],
+        timeout: float | None,
+        tenant: str | None,
+        hints: RequestHints,
     ) -> PutResult:
+        if hints.session_ends:
+            self._state.count(puts=1, put_values=len(keys), declined_values=len(keys))
+            return PutResult([False] * len(keys))
         until = self._until(timeout)
         values = self._arguments.values(keys, views, tenant, writable=False)
         todo = self._pieces.cut(values)

@@ -178,6 +178,7 @@ class ClientMetrics(_Metrics):
     put_values: int = _figure("Values given to put.")
     put_bytes: int = _figure("Bytes of the values given to put, each value once.")
     stored_values: int = _figure("Values of put that a tier has now.")
+    declined_values: int = _figure("Values of put that were not written, since the session of their request has ended.")
     gets: int = _figure("Calls of get_into.")
     get_values: int = _figure("Values that get_into was asked for.")
     found_values: int = _figure("Values that get_into has found.")
