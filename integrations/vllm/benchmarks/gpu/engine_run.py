@@ -78,8 +78,16 @@ class Engine:
         self.mode, self.store = mode, store
         begun = time.perf_counter()
         config = connector_config(mode, float(os.environ.get("PRIM", "24")), store)
+        graphs: dict[str, Any] = {"enforce_eager": True}
+        if os.environ.get("GRAPHS"):  # steps that only decode are captured, as a server has them; nothing is compiled
+            sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48]
+            graphs = {
+                "compilation_config": {
+                    "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes,
+                },
+            }  # fmt: skip
         self.llm = LLM(
-            model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+            model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", **graphs,
             max_model_len=most_tokens + 64, gpu_memory_utilization=0.6, max_num_batched_tokens=8192,
             enable_prefix_caching=True, kv_transfer_config=config, disable_log_stats=False, seed=0,
             tensor_parallel_size=int(os.environ.get("RANKS", "1")), disable_custom_all_reduce=True,
