@@ -150,6 +150,53 @@ def test_a_block_that_two_chunks_have_is_removed_with_the_last_of_them(table):
     assert event["block_hashes"] == [b"a00", b"b00"]
 
 
+def test_a_block_that_two_chunks_have_is_stored_with_the_first_of_them(table):
+    one, two = chunk("a"), chunk("b", before=[b"a00"])
+    table.describe([one, two])
+    events(table, [one.key])
+    (event,) = events(table, [two.key])
+    assert (event["block_hashes"], event["parent_block_hash"]) == ([b"b00"], b"a00")
+    assert event["token_ids"] == list(range(4, 8)), "those of its second block"
+
+
+def test_the_parts_of_a_chunk_around_a_block_that_another_one_has_are_two_events(table):
+    whole = chunk("a", per_chunk=4)._replace(extra_keys=[("one",), None, None, ("four",)])
+    table.describe([whole, middle := ChunkBlocks(make_offload_key(b"a01", 0), [b"a01"], b"a00", range(4, 8))])
+    events(table, [middle.key])
+    first, last = events(table, [whole.key])
+    assert (first["block_hashes"], first["token_ids"], first["extra_keys"]) == ([b"a00"], [0, 1, 2, 3], [("one",)])
+    assert (last["block_hashes"], last["parent_block_hash"]) == ([b"a02", b"a03"], b"a01")
+    assert (last["token_ids"], last["extra_keys"]) == (list(range(8, 16)), [None, ("four",)])
+
+
+def test_the_same_holds_for_chunks_that_are_not_described(table):
+    blue, red = (with_tenant(chunk("a").key, tenant) for tenant in ("blue", "red"))
+    assert [event["block_hashes"] for event in events(table, [blue, red])] == [[b"a01"]]
+    assert events(table, [blue], removed=True) == []
+    assert [event["block_hashes"] for event in events(table, [red], removed=True)] == [[b"a01"]]
+
+
+def test_a_chunk_that_was_not_reported_is_not_removed_from_the_primary(table):
+    one, two = chunk("a"), chunk("b", before=[b"a00"])
+    table.describe([one, two])
+    events(table, [one.key])
+    assert events(table, [two.key, make_offload_key(b"never", 0)], removed=True) == []
+
+
+def test_what_a_tier_has_stored_is_removed_as_often_as_it_was_reported_which_is_bounded(table, monkeypatch):
+    monkeypatch.setattr(chunk_table, "_MOST_REPORTS", 3)
+    monkeypatch.setattr(chunk_table, "_MOST_COUNTED", 2)
+    often, once = chunk("a"), chunk("b")
+    table.describe([often, once])
+    assert [len(events(table, [often.key], tier="s3")) for _ in range(5)] == [1, 1, 1, 0, 0]
+    events(table, [once.key], tier="s3")
+    removed = events(table, [often.key, once.key], removed=True, tier="s3")
+    assert [event["block_hashes"] for event in removed] == [[*often.hashes, *once.hashes], often.hashes, often.hashes]
+    events(table, [often.key, often.key, once.key, chunk("c").key], tier="disk")
+    assert len(table._reports) == 2
+    assert len(events(table, [often.key], removed=True, tier="disk")) == 1, "the oldest is not counted any more"
+
+
 def test_an_evicted_chunk_is_still_described_when_a_tier_has_stored_it(table):
     one = chunk("a")
     table.describe([one])

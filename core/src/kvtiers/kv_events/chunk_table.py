@@ -6,13 +6,16 @@ latest ``_MOST_RECENT`` others: chunks on their way in, or out to a tier. Of a c
 its key is published, that of its last block, without tokens: routers that have the block from the engine's own events
 find it by that.
 
-Two chunks may share a block: the first ones where a chunk has several, all where two tenants have the same prompt. A
-block of the primary is reported as removed with the last of its chunks: routers do not count.
+Two chunks may share a block: the first ones where a chunk has several, all where two tenants have the same prompt. Some
+routers count how often a block was stored and remove it when it was removed as often; others remove it at once. So that
+both are right, a block of the primary is reported as stored with the first of its chunks, and as removed with the last.
+A tier's blocks are too many to remember: what it has stored is reported each time, and a removal as often as that was.
 """
 
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +28,8 @@ from kvtiers.types import ChunkBlocks, OffloadEvent
 __all__ = ["ChunkTable"]
 
 _MOST_RECENT = 1 << 14
+_MOST_COUNTED = 1 << 15  # chunks of tiers, some 8 MiB
+_MOST_REPORTS = 8
 
 
 class _Known(NamedTuple):
@@ -35,6 +40,23 @@ class _Known(NamedTuple):
     tokens: "array[int]"
     adapter: str | None
     extra_keys: tuple[tuple[object, ...] | None, ...] | None
+    is_bare: bool = False
+    """Whether it is that of a chunk that is not described: its last block."""
+
+    def parts(self, wanted: Sequence[bool]) -> "list[_Known]":
+        """Return descriptions of those of its blocks that are wanted, one for each run of them."""
+        if all(wanted):
+            return [self]
+        size, found = len(self.tokens) // len(self.hashes), []
+        for is_wanted, run in groupby(range(len(wanted)), wanted.__getitem__):
+            if is_wanted:
+                first, *more = run
+                end = first + 1 + len(more)
+                parent = self.hashes[first - 1] if first else self.parent
+                extra = self.extra_keys and self.extra_keys[first:end]
+                tokens = self.tokens[first * size : end * size]
+                found.append(_Known(self.hashes[first:end], parent, tokens, self.adapter, extra))
+        return found
 
 
 class ChunkTable:
@@ -49,8 +71,10 @@ class ChunkTable:
         self._bare: set[OffloadKey] = set()
         """Chunks in the primary that are not described."""
         self._recent: OrderedDict[OffloadKey, _Known] = OrderedDict()
-        self._holders: Counter[tuple[int, int | bytes]] = Counter()
-        """By KV group and block: the described chunks in the primary that have it."""
+        self._holders: Counter[tuple[int, bool, int | bytes]] = Counter()
+        """By KV group, ``is_bare`` and block: the chunks in the primary that have it."""
+        self._reports: OrderedDict[tuple[str, OffloadKey], int] = OrderedDict()
+        """How often it was reported that a tier has stored a chunk, for the latest ``_MOST_COUNTED`` of them."""
 
     def describe(self, chunks: Sequence[ChunkBlocks]) -> None:
         """Take what an engine says of chunks."""
@@ -63,9 +87,7 @@ class ChunkTable:
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Take note that these chunks have left the primary, without an event."""
         for key in keys:
-            if key in self._resident:
-                self._evicted(group_of(key), key)
-            self._bare.discard(key)
+            self._evicted(group_of(key), key)
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -86,6 +108,7 @@ class ChunkTable:
         self._bare.clear()
         self._recent.clear()
         self._holders.clear()
+        self._reports.clear()
 
     def empty_primary(self) -> Iterator[msgspec.Struct]:
         """Yield the events of an eviction of all chunks in the primary, for a stream that has others' blocks, too."""
@@ -110,20 +133,20 @@ class ChunkTable:
         bare: dict[int, list[int | bytes]] = {}
         for key in change.keys:
             group = group_of(key)
-            known = self._landed(group, key) if not change.tier else self._find(key)
-            if known is None:
-                bare.setdefault(group, []).append(self._wire.hash_of(block_hash_of(key)))
-                continue
-            if event is not None and last is not None and _follows(last, (group, known)):
-                event.block_hashes.extend(known.hashes)
-                event.token_ids.extend(known.tokens)
-                if event.extra_keys is not None and known.extra_keys is not None:
-                    event.extra_keys.extend(known.extra_keys)
-            else:
-                if event is not None:
-                    yield event
-                event = self._event_of(group, known, place)
-            last = (group, known)
+            for known in self._reported(change.tier, key) if change.tier else self._landed(group, key):
+                if known.is_bare:
+                    bare.setdefault(group, []).extend(known.hashes)
+                    continue
+                if event is not None and last is not None and _follows(last, (group, known)):
+                    event.block_hashes.extend(known.hashes)
+                    event.token_ids.extend(known.tokens)
+                    if event.extra_keys is not None and known.extra_keys is not None:
+                        event.extra_keys.extend(known.extra_keys)
+                else:
+                    if event is not None:
+                        yield event
+                    event = self._event_of(group, known, place)
+                last = (group, known)
         if event is not None:
             yield event
         for group, hashes in bare.items():
@@ -132,44 +155,60 @@ class ChunkTable:
     def _removed(self, change: OffloadEvent, place: Place) -> Iterator[msgspec.Struct]:
         if place.locality == "REMOTE" and place.tier is None and not self._wire.removals_name_places:
             return  # a router that leaves out what is remote would take it for a local place of this medium
-        by_group: dict[int, list[int | bytes]] = {}
+        found: dict[tuple[int, int], list[int | bytes]] = {}
         for key in change.keys:
             group = group_of(key)
-            hashes = by_group.setdefault(group, [])
-            if not change.tier and key in self._resident:
-                hashes.extend(self._evicted(group, key))
-            elif (known := self._find(key)) is not None:
-                hashes.extend(known.hashes)
-            else:
-                hashes.append(self._wire.hash_of(block_hash_of(key)))
-            if not change.tier:
-                self._bare.discard(key)
-        for group, gone in by_group.items():
-            if gone:
-                yield self._wire.removed(gone, **self._words(group, place))
+            times = self._reports.pop((change.tier, key), 1)
+            gone = self._find(key).hashes if change.tier else self._evicted(group, key)
+            for time in range(times if gone else 0):
+                found.setdefault((time, group), []).extend(gone)
+        for (_, group), hashes in found.items():
+            yield self._wire.removed(hashes, **self._words(group, place))
 
-    def _find(self, key: OffloadKey) -> _Known | None:
-        return self._resident.get(key) or self._recent.get(key)
+    def _find(self, key: OffloadKey) -> _Known:
+        return self._resident.get(key) or self._recent.get(key) or self._bare_chunk(key)
 
-    def _landed(self, group: int, key: OffloadKey) -> _Known | None:
-        """Keep a chunk's description from now on; return it."""
+    def _bare_chunk(self, key: OffloadKey) -> _Known:
+        return _Known((self._wire.hash_of(block_hash_of(key)),), None, array("I"), None, None, is_bare=True)
+
+    def _reported(self, tier: str, key: OffloadKey) -> list[_Known]:
+        """Take note that a tier has a chunk; return it, unless that was reported often enough."""
+        times = self._reports.pop((tier, key), 0)
+        self._reports[tier, key] = min(times + 1, _MOST_REPORTS)
+        if len(self._reports) > _MOST_COUNTED:
+            self._reports.popitem(last=False)
+        return [self._find(key)] if times < _MOST_REPORTS else []
+
+    def _landed(self, group: int, key: OffloadKey) -> list[_Known]:
+        """Take note that a chunk is in the primary; return the parts of it that no other chunk there has."""
+        if key in self._resident or key in self._bare:  # the caller says it twice, so it is said twice
+            return [self._find(key)]
         known = self._recent.pop(key, None)
         if known is None:
-            if key not in self._resident:
-                self._bare.add(key)
-            return self._resident.get(key)
-        self._resident[key] = known
-        self._holders.update((group, each) for each in known.hashes)
-        return known
+            self._bare.add(key)
+            known = self._bare_chunk(key)
+        else:
+            self._resident[key] = known
+        holds = [(group, known.is_bare, each) for each in known.hashes]
+        parts = known.parts([not self._holders[hold] for hold in holds])
+        self._holders.update(holds)
+        return parts
 
-    def _evicted(self, group: int, key: OffloadKey) -> list[int | bytes]:
-        """Keep a chunk's description for a while only; return its blocks that no other chunk has."""
-        known = self._recent[key] = self._resident.pop(key)
+    def _evicted(self, group: int, key: OffloadKey) -> Sequence[int | bytes]:
+        """Keep a chunk's description for a while only; return its blocks that no other chunk in the primary has."""
+        if key in self._resident:
+            known = self._recent[key] = self._resident.pop(key)
+        elif key in self._bare:
+            self._bare.remove(key)
+            known = self._bare_chunk(key)
+        else:
+            return ()
         gone = []
         for each in known.hashes:
-            self._holders[group, each] -= 1
-            if not self._holders[group, each]:
-                del self._holders[group, each]
+            hold = (group, known.is_bare, each)
+            self._holders[hold] -= 1
+            if not self._holders[hold]:
+                del self._holders[hold]
                 gone.append(each)
         return gone
 
