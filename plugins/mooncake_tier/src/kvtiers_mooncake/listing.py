@@ -46,7 +46,8 @@ class _HttpServer:
     """The HTTP server of a master (its ``--metrics_port``), by one connection."""
 
     def __init__(self, address: tuple[str, int], timeout: float) -> None:
-        self._address = "http://{}:{}".format(*address)
+        host, port = address
+        self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._connection = http.client.HTTPConnection(*address, timeout=timeout)
 
     def close(self) -> None:
