@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = 80
 OF_ITS_OWN = {
     "kvtiers.testing.killed_writer": "a program of its own, which the kit kills",
+    "kvtiers.testing.secondary_tier.quotas": "tests of an ability, as promises.py has those of every tier",
     "kvtiers.cli.store.proof": "what a deletion's proof looks at; commands.py has the command line",
     "kvtiers_example.memory_store": "the template for a store: the entry point imports it late, in the tier host alone",
     "kvtiers_replay.rag_workload": "a workload, as the others beside it; benchmarks import it, too",

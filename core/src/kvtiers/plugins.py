@@ -14,13 +14,22 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pluggy
 
 from kvtiers._failures import error_text, plugin_boundary
-from kvtiers.api import API_VERSION, TierConfig, TierContext, TierPlugin, TierPluginError
+from kvtiers.api import (
+    API_VERSION,
+    SecondaryTierManager,
+    SupportsQuotas,
+    TierConfig,
+    TierContext,
+    TierPlugin,
+    TierPluginError,
+)
 from kvtiers.api.command import COMMAND_API_VERSION, COMMAND_GROUP, CommandPlugin
+from kvtiers.api.config import quota_of
 from kvtiers.api.declared import class_problems, option_problems
 from kvtiers.api.plugin import ENTRY_POINT_GROUP, OLD_API_VERSIONS, TierHookSpec
 
@@ -67,15 +76,31 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def open_plugin(plugin: TierPlugin, config: TierConfig, context: TierContext, kind: type[Any]) -> Any:
-    """Open a plugin's store or tier; TierPluginError if it is not a ``kind`` as the contract has it."""
+    """Open a plugin's store or tier, which gets its quotas; TierPluginError if it is not a ``kind`` of the contract."""
     opened = plugin.open(config, context)
     if not isinstance(opened, kind):
         raise TierPluginError(f"open() returned a {type(opened).__name__}, expected a {kind.__name__}")
-    if problems := class_problems(type(opened)):
+    try:
+        if problems := class_problems(type(opened)):
+            _refuse("; ".join(problems))
+        if config.quotas and isinstance(opened, SecondaryTierManager):
+            _set_quotas(opened, config)
+    except BaseException:
         with contextlib.suppress(Exception):  # what is wrong with it is about to be said
             opened.close()
-        raise TierPluginError("; ".join(problems))
+        raise
     return opened
+
+
+def _set_quotas(tier: SecondaryTierManager, config: TierConfig) -> None:
+    if not isinstance(tier, SupportsQuotas):
+        _refuse(f"its type takes 'quotas', but {type(tier).__name__} has no set_quotas(); leave 'quotas' out")
+    elif not config.read_only:
+        tier.set_quotas(functools.partial(quota_of, config.quotas))
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise TierPluginError(problem)
 
 
 def load_tier(type_name: str) -> TierPlugin:

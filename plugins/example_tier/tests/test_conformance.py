@@ -24,6 +24,7 @@ class TestMemoryPlugin(TierPluginTests):
 
 class TestExampleSecondaryTier(SecondaryTierTests):
     max_chunks = 32
+    keeps_quotas = True
 
     @pytest.fixture
     def open_tier(self):
@@ -36,6 +37,7 @@ class TestExampleSecondaryTier(SecondaryTierTests):
 
 class TestExampleSecondaryTierWithinTheSubmit(SecondaryTierTests):
     max_chunks = 32
+    keeps_quotas = True
 
     @pytest.fixture
     def open_tier(self):

@@ -67,11 +67,12 @@ class Master:
     def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "master.log"
-        self.port, metrics = free_ports(2)
+        self.port, http_port = free_ports(2)
+        self.http = f"127.0.0.1:{http_port}"
         self._command = [
             program("mooncake_master"),
             f"--rpc_port={self.port}",
-            f"--metrics_port={metrics}",
+            f"--metrics_port={http_port}",
             "--rpc_address=127.0.0.1",
             "--metrics_host=127.0.0.1",
             "--enable_metric_reporting=false",

@@ -9,8 +9,9 @@ from kvtiers_mooncake.config import MooncakeConfig
 from kvtiers_mooncake.store import MooncakeStore
 
 
-def open_mooncake(master: str, **options: object) -> MooncakeStore:
-    return MooncakeStore(MooncakeConfig(type="mooncake", master=master, **options), region=memoryview(b""))
+def open_mooncake(address: str, http: str) -> MooncakeStore:
+    config = MooncakeConfig(type="mooncake", master=address, master_http=http)
+    return MooncakeStore(config, region=memoryview(b""))
 
 
 class TestMooncakeStore(ChunkStoreTests):
@@ -18,7 +19,7 @@ class TestMooncakeStore(ChunkStoreTests):
 
     @pytest.fixture
     def open_store(self, shared_master):
-        return partial(open_mooncake, shared_master.address)
+        return partial(open_mooncake, shared_master.address, shared_master.http)
 
 
 class TestMooncakeStoreWithoutAMaster(FailureTests):
@@ -27,7 +28,7 @@ class TestMooncakeStoreWithoutAMaster(FailureTests):
     @pytest.fixture
     def open_store(self, master, contribute):
         contribute()
-        return partial(open_mooncake, master.address)
+        return partial(open_mooncake, master.address, master.http)
 
     @pytest.fixture
     def break_backend(self, master):

@@ -27,6 +27,9 @@ def config(**options):
         ({"offload": "/mnt/ssd", "segment": "1GiB", "processes": "auto"}, "'offload' needs 'processes: 1'"),
         ({"prefer_local": True}, "'prefer_local' needs 'segment'"),
         ({"tenant": "a/b"}, "String should match pattern"),
+        ({"master_http": "http://10.0.0.1:9003"}, "expected HOST:PORT, got 'http://10.0.0.1:9003'"),
+        ({"quotas": {"blue": "1GiB"}, "tenant": "a"}, "'quotas' and 'tenant' exclude each other"),
+        ({"quotas": {"blue": "1GiB"}, "master": "etcd://10.0.0.1"}, "'quotas' need 'master_http' with 'master: etcd"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_with_what_was_expected(options, expected):
@@ -47,6 +50,19 @@ def test_options_that_do_not_fit_are_refused_with_what_was_expected(options, exp
 def test_the_master_is_taken_apart(master, address, as_text):
     assert config(master=master).address == address
     assert config(master=master).master_address == as_text
+
+
+@pytest.mark.parametrize(
+    ("options", "address"),
+    [
+        ({"master": "10.0.0.1:51000"}, ("10.0.0.1", 9003)),
+        ({"master_http": "10.0.0.2"}, ("10.0.0.2", 9003)),
+        ({"master": "etcd://10.0.0.1:2379", "master_http": "[::1]:9100"}, ("::1", 9100)),
+        ({"master": "etcd://10.0.0.1:2379"}, None),
+    ],
+)
+def test_the_masters_http_server_is_beside_it_unless_another_is_named(options, address):
+    assert config(**options).http_address == address
 
 
 def test_the_own_address_is_the_one_on_the_way_to_the_master():

@@ -137,7 +137,9 @@ def ssd(client_library, tmp_path, monkeypatch):
     master = Master(tmp_path / "master", "--enable_offload=true", "--default_kv_lease_ttl=200").start()
     directory = tmp_path / "ssd"
     directory.mkdir()
-    yield MooncakeConfig(type="mooncake", master=master.address, segment="16MiB", offload=directory)
+    yield MooncakeConfig(
+        type="mooncake", master=master.address, master_http=master.http, segment="16MiB", offload=directory
+    )
     master.kill()
 
 
@@ -161,6 +163,9 @@ def test_what_memory_has_no_room_for_comes_back_from_the_ssd(ssd, monkeypatch):
         answers = [store.read_into(name, memoryview(row)) for name, row in zip(names, found, strict=True)]
         assert sum(answers) > 16
         assert all(found[i] == values[i] for i in range(24) if answers[i])
+        listed = {entry.name: entry.nbytes for entry in store.list("ns/ssd/")}
+        assert len(listed) > 16, "what is on the SSD alone is listed, too"
+        assert set(listed.values()) == {mib}
 
 
 def test_an_ssd_that_the_master_does_not_use_is_named(shared_master, ssd):

@@ -72,6 +72,17 @@ def test_the_shares_of_tenants_are_those_of_the_config():
     assert case.shares == (("blue", 0.2),)
 
 
+def test_quotas_of_a_tier_that_keeps_them_by_itself_are_simulated_like_those_of_a_store():
+    options = {"name": "tier", "quotas": {"blue": "42KiB"}}
+    tiers = ({"type": "memory", "capacity": "1GiB", **options}, {"type": "memory-async", "max_blocks": 9, **options})
+    found = []
+    for tier in tiers:
+        config = load_config(CONFIG | {"tenants": {}, "secondary": [tier]})
+        (case,) = plan_cases(Wanted(["10%"], {"": ["unlimited"]}), PlanSizes(1000, 4096), config)
+        found.append(case.tiers)
+    assert found == [(PlanTier("tier", None, quotas=(("blue", 10),)),)] * 2
+
+
 def test_quotas_are_those_of_the_config_and_one_that_holds_no_value_is_one_of_none():
     tier = {"type": "memory", "capacity": "800KiB", "quotas": {"blue": "42KiB", "*": "3KiB"}}
     config = load_config(CONFIG | {"tenants": {}, "secondary": [tier]})

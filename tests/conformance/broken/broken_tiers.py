@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import pytest
 
-from kvtiers.api import JobResult, LookupResult, SecondaryTierManager
+from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, SupportsQuotas
 from kvtiers.testing import SecondaryTierTests
 from kvtiers_example.example_tier import ExampleSecondaryTier
 
@@ -33,6 +33,7 @@ def caught_by(*tests, by_chance=(), **attributes):
 
         name = f"Test{tier_class.__name__}"
         body = {"open_tier": open_tier, "max_chunks": CHUNKS, "patience": 0.2}
+        body["keeps_quotas"] = issubclass(tier_class, SupportsQuotas)
         globals()[name] = type(name, (SecondaryTierTests,), body | attributes)
         return tier_class
 
@@ -354,6 +355,60 @@ class MovesOneJobAtATime(ExampleSecondaryTier):
             self._finished.append(JobResult(move.job.job_id, success=False))
         else:
             super()._submit(move)
+
+
+# Quotas.
+
+AT_ITS_QUOTA = "test_a_tenant_at_its_quota_loses_its_oldest_chunks_and_no_other_loses_one"
+LARGER_THAN_IT = "test_a_store_larger_than_the_quota_keeps_what_has_room_and_declines_the_rest"
+
+
+class WithQuotas(ExampleSecondaryTier):
+    def __init__(self, context):
+        super().__init__(context, max_blocks=CHUNKS, simulate_async=False)
+
+
+@caught_by("test_quotas_that_the_tier_keeps_are_tested", keeps_quotas=False)
+class KeepsQuotasUntested(WithQuotas):
+    pass
+
+
+@caught_by("test_chunks_of_a_tenant_with_a_quota_come_back_as_they_were_stored")
+class HalvesQuotas(WithQuotas):
+    def set_quotas(self, quota_of):
+        super().set_quotas(lambda tenant: quota_of(tenant) and quota_of(tenant) // 2)
+
+
+@caught_by(AT_ITS_QUOTA, LARGER_THAN_IT)
+class ForgetsItsQuotas(WithQuotas):
+    def set_quotas(self, quota_of):
+        pass
+
+
+@caught_by(AT_ITS_QUOTA)
+class EvictsOthersForAQuota(WithQuotas):
+    def _keep(self, values):
+        before = self._evicted_for_room
+        super()._keep(values)
+        if self._evicted_for_room > before:
+            self._values.popitem(last=False)  # whose ever it is
+
+
+@caught_by(AT_ITS_QUOTA, LARGER_THAN_IT)
+class DeclinesInPlaceOfEvicting(WithQuotas):
+    def set_quotas(self, quota_of):
+        super().set_quotas(quota_of)
+        take = self._room.take
+        self._room.take = lambda key, spared: take(key, {*spared, *self._values})
+
+
+@caught_by(LARGER_THAN_IT)
+class ReportsADeclinedStoreAsAnError(WithQuotas):
+    def get_finished_jobs(self):
+        results = super().get_finished_jobs()
+        return [
+            result if result.success or not self._declined else JobResult(result.job_id, False) for result in results
+        ]
 
 
 # Rows.

@@ -71,6 +71,28 @@ def test_what_a_tenant_has_from_before_counts(tier):
         assert len(found(client, "red", range(5))) <= 4
 
 
+def test_a_tier_that_moves_its_rows_by_itself_keeps_them_by_itself():
+    tier = {"type": "memory-async", "max_blocks": 1000}
+    with open_client(config(tier), IDENTITY, LENGTH) as client:
+        assert all(put(client, "", number) for number in range(20))
+        assert all(put(client, "red", number) for number in range(4))
+        for number in range(15):
+            assert put(client, "blue", number), "room is made at once"
+            assert found(client, "blue", range(15)) == set(range(max(0, number - 9), number + 1)), "the oldest goes"
+        keys, values = [b"%d" % number for number in range(20, 32)], [np.full(LENGTH, 1, np.uint8)] * 12
+        assert list(client.put(keys, values, tenant="blue").stored) == [True] * 10 + [False] * 2
+        assert len(found(client, "", range(20))) == 20, "what is of no tenant stays"
+        assert len(found(client, "red", range(4))) == 4, "of another tenant nothing went for blue"
+        assert put(client, "red", 4), "the quota of each other tenant is its own"
+        assert found(client, "red", range(5)) == {1, 2, 3, 4}
+        until = time.monotonic() + 60
+        while (figures := client.stats()["tiers"]["tier"]).get("quota_deleted", 0) < 16:  # read once a second
+            assert put(client, "", 0)
+            assert time.monotonic() < until
+        assert (figures["dropped_quota"], figures["quota_deleted"]) == (2, 5 + 10 + 1)
+        assert figures["breaker_opened"] == figures["seal_failures"] == 0
+
+
 def test_a_store_that_cannot_list_is_out_of_use_with_one_line(faulty, caplog):
     with open_client(config({**faulty(), "name": "tier"}) | {"start_wait": "5s"}, IDENTITY, LENGTH) as client:
         assert not put(client, "blue", 1)

@@ -43,8 +43,8 @@ class EngineOfOne:
         stride = self.layout.row_stride
         return self.manager._primary.get_kv_memoryview()[row * stride : row * stride + PAGE]
 
-    def request(self):
-        ctx = RequestContext(f"r{next(self.numbers)}")
+    def request(self, tenant=""):
+        ctx = RequestContext(f"r{next(self.numbers)}", {"kvtiers_tenant": tenant} if tenant else {})
         self.manager.on_new_request(ctx)
         return ctx
 
@@ -71,8 +71,8 @@ class EngineOfOne:
     def until_open(self):
         self.step_until(lambda: all(tier["own"]["open"] for tier in self.manager.stats()["tiers"].values()))
 
-    def store(self, keys):
-        ctx = self.request()
+    def store(self, keys, tenant=""):
+        ctx = self.request(tenant)
         plan = self.manager.prepare_store(keys, ctx)
         self.write(plan)
         self.manager.complete_store(plan)
@@ -91,9 +91,9 @@ class EngineOfOne:
         self.step_until(final)
         return found[0]
 
-    def load(self, keys):
+    def load(self, keys, tenant=""):
         """Load as much of these as can be had; return how many chunks that were, their bytes compared."""
-        ctx = self.request()
+        ctx = self.request(tenant)
         count = self.resolve(keys, ctx)
         if count:
             plan = self.manager.prepare_load(keys[:count], ctx)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from kvtiers.api.keys import with_tenant
 from kvtiers_example.example_tier import ExampleSecondaryTier
 
 ASYNC = {"type": "memory-async", "max_blocks": 256}
@@ -70,3 +71,22 @@ def test_a_tier_whose_drain_never_returns_does_not_hold_up_the_end(start, monkey
     (tier,) = tiers
     tier.close()
     assert took < 10
+
+
+def test_a_tenant_stays_within_the_quota_that_the_tier_keeps_and_no_other_loses_a_chunk(start, keys):
+    quotas = {"blue": "16KiB"}  # four values
+    engine = start(ASYNC | {"quotas": quotas}, tenants={})
+    blue, red = ([with_tenant(key, tenant) for key in keys(10)] for tenant in ("blue", "red"))
+    engine.store(keys(10))
+    engine.store(red, "red")
+    for key in blue:
+        engine.store([key], "blue")
+    engine.forget()
+    assert [engine.load([key], "blue") for key in blue] == [0] * 6 + [1] * 4, "the oldest are gone"
+    assert (engine.load(keys(10)), engine.load(red, "red")) == (10, 10)
+    prompt = [with_tenant(key, "blue") for key in keys(6, "p")]
+    engine.store(prompt, "blue")
+    engine.forget()
+    assert engine.load(prompt, "blue") == 4, "its head"
+    own = engine.figures("memory-async")["own"]
+    assert (own["breaker_opened"], own["seal_failures"]) == (0, 0), "what has no room is no failure of the tier"

@@ -145,6 +145,28 @@ def test_what_a_tier_prints_is_not_in_the_report(run, config, store):
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("read_only", ["", ", read_only: true"])
+@pytest.mark.parametrize(
+    ("quotas", "level", "said"),
+    [
+        ("", "warning", "its values cannot be listed, so 'kvtiers store' cannot be used with it: no lister; start it"),
+        (", quotas: {blue: 1GiB}", "error", "its quotas cannot be kept, since its values cannot be listed: no lister"),
+    ],
+)
+def test_a_store_that_says_why_it_cannot_list_now_is_an_error_with_quotas_alone(
+    run, config, store, read_only, quotas, level, said
+):
+    body = """
+def list(self, prefix):
+    from kvtiers.api import TierUnavailable
+    raise TierUnavailable("no lister; start it")
+"""
+    result = run("check", config(f"{{type: {store(body)}{quotas}{read_only}}}", more="tenants: {}\n"))
+    assert result.exit_code == (1 if quotas else 0), result.output
+    [line] = [line for line in result.stdout.splitlines() if line.split()[:1] == [level] and "listed" in line]
+    assert said in line
+
+
 def test_a_listing_that_takes_long_is_left_and_no_error(run, config, store, tmp_path):
     body = f"""
 def list(self, prefix):

@@ -3,7 +3,7 @@
 import pytest
 from tests.stores import DictStore
 
-from kvtiers.api import ChunkStore, TierContext, TierPluginError
+from kvtiers.api import ChunkStore, SecondaryTierManager, TierContext, TierPluginError
 from kvtiers.plugins import load_tier, open_plugin
 
 
@@ -93,3 +93,84 @@ def test_a_misspelt_method_is_refused_when_the_store_is_opened_with_what_was_mea
 
 def test_a_method_of_the_author_s_own_is_none_of_core_s_business(distributions):
     assert opened(distributions, Status).status() == "fine"
+
+
+class Careless(SecondaryTierManager):
+    """A tier of the third rung that keeps no quotas."""
+
+    def __init__(self, context):
+        self.closed, self.quota_of = False, None
+
+    def submit_store(self, job):
+        pass
+
+    def submit_load(self, job):
+        pass
+
+    def get_finished_jobs(self):
+        return []
+
+    def drain(self, timeout):
+        return True
+
+    def close(self):
+        self.closed = True
+
+
+class Keeper(Careless):
+    def set_quotas(self, quota_of):
+        self.quota_of = quota_of
+
+
+class Misspelt(Careless):
+    def set_quota(self, quota_of):
+        """Never called."""
+
+
+class Refuses(Keeper):
+    def set_quotas(self, quota_of):
+        raise ValueError("these are too many")
+
+
+def opened_manager(distributions, tier_class, **options):
+    distributions.tier("mine", opened="return TIER(context)", options="quotas: dict[str, int] = {}", kind="manager")
+    plugin, made = load_tier("mine"), []
+    context = TierContext("mine", 4096, "ns", False, memoryview(bytearray(4096)), 4096)
+
+    def open_tier(given):
+        made.append(tier_class(given))
+        return made[0]
+
+    plugin.open.__globals__["TIER"] = open_tier
+    try:
+        return open_plugin(plugin, plugin.config(type="mine", **options), context, SecondaryTierManager)
+    except BaseException:
+        assert made[0].closed, "one that is not used is closed"
+        raise
+
+
+def test_a_tier_that_keeps_quotas_gets_them_before_its_first_call(distributions):
+    tier = opened_manager(distributions, Keeper, quotas={"blue": 1000, "*": 200})
+    assert [tier.quota_of(tenant) for tenant in ("blue", "red", "")] == [1000, 200, None]
+
+
+@pytest.mark.parametrize("options", [{}, {"quotas": {"blue": 1000}, "read_only": True}])
+def test_without_quotas_or_stores_it_gets_none(distributions, options):
+    assert opened_manager(distributions, Keeper, **options).quota_of is None
+
+
+@pytest.mark.parametrize(
+    ("tier_class", "said"),
+    [
+        (Careless, r"its type takes 'quotas', but Careless has no set_quotas\(\); leave 'quotas' out"),
+        (Misspelt, r"Misspelt has 'set_quota'.* Did you mean 'set_quotas'\?"),
+    ],
+)
+def test_quotas_that_a_tier_does_not_keep_are_one_line(distributions, tier_class, said):
+    with pytest.raises(TierPluginError, match=said):
+        opened_manager(distributions, tier_class, quotas={"blue": 1000})
+
+
+def test_a_tier_that_refuses_its_quotas_is_closed(distributions):
+    with pytest.raises(ValueError, match="too many"):
+        opened_manager(distributions, Refuses, quotas={"blue": 1000})

@@ -2,10 +2,11 @@
 
 Three rungs: a blocking ``ChunkStore``, the abilities that a store may add to it (``SupportsBatch``,
 ``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsAnyLength``, ``SupportsListing``,
-``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for tiers that bring their own asynchrony.
+``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for tiers that bring their own asynchrony
+(``SupportsQuotas``, ``SupportsDiagnosis`` and ``SupportsStats`` are abilities of theirs).
 """
 
-from kvtiers.api.config import BreakerConfig, Compression, RateLimit, Secret, StrictModel, TierConfig
+from kvtiers.api.config import BreakerConfig, Compression, Quotas, RateLimit, Secret, StrictModel, TierConfig
 from kvtiers.api.errors import (
     ChunkCorrupt,
     ConfigError,
@@ -33,7 +34,15 @@ from kvtiers.api.store import (
     SupportsScatter,
     SupportsStats,
 )
-from kvtiers.api.tier import JobResult, LookupResult, SecondaryTierManager, TierRequest, TransferJob
+from kvtiers.api.tenant_room import TenantRoom
+from kvtiers.api.tier import (
+    JobResult,
+    LookupResult,
+    SecondaryTierManager,
+    SupportsQuotas,
+    TierRequest,
+    TransferJob,
+)
 from kvtiers.api.units import Duration, Share, Size
 
 __all__ = [
@@ -49,6 +58,7 @@ __all__ = [
     "KvtiersError",
     "LookupResult",
     "OffloadKey",
+    "Quotas",
     "RateLimit",
     "Refused",
     "SecondaryTierManager",
@@ -66,8 +76,10 @@ __all__ = [
     "SupportsListing",
     "SupportsParts",
     "SupportsPieces",
+    "SupportsQuotas",
     "SupportsScatter",
     "SupportsStats",
+    "TenantRoom",
     "TierConfig",
     "TierContext",
     "TierPlugin",

@@ -33,12 +33,14 @@ __all__ = [
     "Admission",
     "BreakerConfig",
     "Compression",
+    "Quotas",
     "RateLimit",
     "Secret",
     "StrictModel",
     "TierConfig",
     "dump_resolved",
     "load_resolved",
+    "quota_of",
 ]
 
 _VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
@@ -62,6 +64,15 @@ Compression: TypeAlias = Literal["none", "read", "zstd"]
 
 Admission: TypeAlias = Literal["all", "second_access", "on_eviction", "expected-reuse"]
 """Which chunks go down to a tier, and when."""
+
+
+Quotas: TypeAlias = dict[str, Annotated[Size, Field(gt=0)]]
+"""The most bytes of a tier's values by tenant, or by ``EACH_OTHER_TENANT``."""
+
+
+def quota_of(quotas: Mapping[str, int], tenant: str) -> int | None:
+    """Return a tenant's quota, or that of each other tenant; None if it has none, as what is of no tenant ("")."""
+    return quotas.get(tenant, quotas.get(EACH_OTHER_TENANT)) if tenant else None
 
 
 def expand_variables(text: str) -> str:
@@ -280,7 +291,7 @@ class TierConfig(StrictModel):
     rate_limit: RateLimit = Field(
         default_factory=RateLimit, description="the most that the tier may be asked for", json_schema_extra=LIVE
     )
-    quotas: dict[str, Annotated[Size, Field(gt=0)]] = Field(
+    quotas: Quotas = Field(
         default_factory=dict,
         description="by tenant, the most bytes of its values here, whose oldest go first; '*': of each other tenant",
     )

@@ -22,7 +22,7 @@ from kvtiers.api.store import (
     SupportsScatter,
     SupportsStats,
 )
-from kvtiers.api.tier import SecondaryTierManager
+from kvtiers.api.tier import SecondaryTierManager, SupportsQuotas
 
 __all__ = ["ABILITIES", "class_problems", "option_problems"]
 
@@ -37,6 +37,8 @@ ABILITIES = (
     SupportsStats,
 )
 """The optional abilities of a store, each a runtime Protocol."""
+
+_OF_MANAGERS = (SupportsQuotas, SupportsDiagnosis, SupportsStats)
 
 _CLOSE = 0.85  # 'diagnoze' and 'stat' are; 'state' is not
 _ORDINARY = frozenset({"status"})  # close to 'stats', and a sensible name for something else
@@ -89,7 +91,7 @@ def _half_abilities(tier_class: type) -> Iterator[str]:
 
 def _near_misses(tier_class: type) -> Iterator[str]:
     contract = ChunkStore if issubclass(tier_class, ChunkStore) else SecondaryTierManager
-    abilities = ABILITIES if contract is ChunkStore else ()
+    abilities = ABILITIES if contract is ChunkStore else _OF_MANAGERS
     known = {name for name in vars(contract) if not name.startswith("_")}
     known |= {name for ability in abilities for name in methods_of(ability)}
     own: dict[str, Any] = {name: value for part in _above(tier_class, contract) for name, value in vars(part).items()}

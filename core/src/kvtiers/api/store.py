@@ -208,8 +208,9 @@ class SupportsAnyLength(Protocol):
 class SupportsListing(Protocol):
     """A store that can say what it holds.
 
-    Without it all works but ``kvtiers store`` (list, count, verify, prune, retire by a bump), and ``kvtiers check`` of
-    a read-only tier reads no value.
+    Without it all works but ``quotas`` and ``kvtiers store`` (list, count, verify, prune, retire by a bump), and
+    ``kvtiers check`` of a read-only tier reads no value. ``TierUnavailable`` or ``ConfigError``, one line, if it cannot
+    list now, or as it is configured.
     """
 
     def list(self, prefix: str) -> Iterator[StoreEntry]:

@@ -5,14 +5,14 @@ that the tiering code calls are of this class, core's own too.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvtiers.api.keys import OffloadKey
 
-__all__ = ["JobResult", "LookupResult", "SecondaryTierManager", "TierRequest", "TransferJob"]
+__all__ = ["JobResult", "LookupResult", "SecondaryTierManager", "SupportsQuotas", "TierRequest", "TransferJob"]
 
 
 class LookupResult(Enum):
@@ -163,3 +163,23 @@ class SecondaryTierManager(ABC):
 
     def close(self) -> None:
         """Release everything. Called once, after ``drain``."""
+
+
+@runtime_checkable
+class SupportsQuotas(Protocol):
+    """A ``SecondaryTierManager`` that keeps each tenant within its quota, the option ``quotas``.
+
+    Its type declares that option again (``quotas: Quotas``); that of a tier without this ability is refused.
+    """
+
+    def set_quotas(self, quota_of: Callable[[str], int | None]) -> None:
+        """Keep each tenant's chunks within ``quota_of(tenant)`` bytes; None: without a bound.
+
+        Called once, if there are quotas, after opening and before any other call, on the thread that opened the tier.
+        ``tenant_of(key)`` is whose a chunk is; ``quota_of("")``, of chunks without a tenant, is None.
+
+        A new chunk for which its tenant has no room takes the place of that tenant's oldest ones, in the order in which
+        they were stored; some more of them may go, a tenth of the quota say, so that not each new chunk evicts. Chunks
+        of other tenants, of none, and of the same job do not. One for which there is no room all the same is declined:
+        its job is reported with ``success=False`` and ``successful_keys`` without it.
+        """

@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 
 from kvtiers._failures import logged_boundary, plugin_boundary
 from kvtiers.api import ChunkStore, SupportsListing
-from kvtiers.api.config import EACH_OTHER_TENANT
+from kvtiers.api.config import EACH_OTHER_TENANT, quota_of
+from kvtiers.api.tenant_room import KEPT_OF_QUOTA
 from kvtiers.layout.storage_name import parse_name
 
 __all__ = ["TenantQuotas"]
@@ -40,7 +41,6 @@ _log = logging.getLogger("kvtiers.secondary")
 _RECOUNT_SECONDS = 300.0
 _PAUSE_SECONDS = 1.0  # between two counts of a tenant, at least; ten times what the last one took, if that is longer
 _AWAITED_SECONDS = 2.0
-_KEPT = 0.9  # of a quota, after a deletion: so that not every value that follows needs one
 _MOST_TENANTS = 4_096
 _MOST_OLDEST = 65_536  # values that one count can delete
 _DELETED_PER_CALL = 64
@@ -151,7 +151,7 @@ class TenantQuotas:
         with self._changed:
             account = self._account(tenant)
             if account is None:
-                return self._quota(tenant) is None
+                return quota_of(self._quotas, tenant) is None
             if account.used is None and (left := account.awaited_until - self._clock()) > 0:
                 self._changed.wait_for(lambda: account.used is not None or self._closed, left)
                 if self._accounts.get(tenant) is not account:
@@ -177,14 +177,11 @@ class TenantQuotas:
                 account.used -= nbytes
                 account.taken -= nbytes
 
-    def _quota(self, tenant: str) -> int | None:
-        return self._quotas.get(tenant, self._quotas.get(EACH_OTHER_TENANT)) if tenant else None
-
     def _account(self, tenant: str) -> _Account | None:
         """Return a tenant's account; None if it has no quota, or too many write at the same time."""
         account = self._accounts.pop(tenant, None)
         if account is None:
-            quota = self._quota(tenant)
+            quota = quota_of(self._quotas, tenant)
             if quota is None or (len(self._accounts) >= _MOST_TENANTS and not self._close_one()):
                 return None
             account = _Account(tenant, quota, is_short=True, awaited_until=self._clock() + self._first_wait())
@@ -269,8 +266,8 @@ class TenantQuotas:
         """Delete the tenant's oldest values if it has more than its quota, or had no room."""
         account, error = count.account, ""
         used = account.used or 0
-        if used > account.quota or (count.is_full and used > account.quota * _KEPT):
-            excess = used - int(account.quota * _KEPT)
+        if used > account.quota or (count.is_full and used > account.quota * KEPT_OF_QUOTA):
+            excess = used - int(account.quota * KEPT_OF_QUOTA)
             error = self._delete(account, sorted(count.oldest, reverse=True), excess)
             if count.values > len(count.oldest):  # there may be more to delete than one count keeps the names of
                 account.is_short = account.is_short or (account.used or 0) > account.quota

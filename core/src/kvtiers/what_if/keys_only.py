@@ -5,15 +5,22 @@ promotion and eviction are those of an engine; what is left out is time: a tier 
 grow too old.
 """
 
-import itertools
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
-from kvtiers.api.config import EACH_OTHER_TENANT, Admission
-from kvtiers.api.keys import tenant_of
+from kvtiers.api import (
+    JobResult,
+    LookupResult,
+    OffloadKey,
+    SecondaryTierManager,
+    TenantRoom,
+    TierRequest,
+    TransferJob,
+)
+from kvtiers.api.config import Admission, quota_of
 from kvtiers.config import BudgetConfig
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
@@ -26,7 +33,6 @@ __all__ = ["STEP_TOKENS", "Case", "CaseTier", "KeysOnlyStack", "ServedRequest"]
 STEP_TOKENS = 8192
 """What an engine usually computes in a step, at most."""
 _NO_LIMIT = 1 << 30
-_KEPT_OF_QUOTA = 0.9  # after a deletion, as in a tier host
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +184,7 @@ class _KeyStore(SecondaryTierManager):
     def __init__(self, capacity: int | None, quotas: Mapping[str, int]) -> None:
         self._capacity = capacity
         self._keys: OrderedDict[OffloadKey, None] = OrderedDict()  # the least recently used first
-        self._quotas = quotas
-        self._written_by: defaultdict[str, dict[OffloadKey, None]] = defaultdict(dict)  # the oldest first
+        self._room = TenantRoom(partial(quota_of, quotas), 1) if quotas else None
         self._results: list[JobResult] = []
         self.written = 0
 
@@ -193,30 +198,25 @@ class _KeyStore(SecondaryTierManager):
         """Store the absent chunks; a host writes nothing that its store has, so that is no use either."""
         held = self._keys
         new = [key for key in job.keys if key not in held]
-        if self._quotas:
-            new = [key for key in new if self._add_within_quota(key)]
+        if self._room is not None:
+            new = [key for key in new if self._add(key, self._room)]
         else:
             held.update(dict.fromkeys(new))
         self.written += len(new)
         if self._capacity is not None:
             for _ in range(len(held) - self._capacity):
                 evicted, _ = held.popitem(last=False)
-                if self._quotas:
-                    self._written_by[tenant_of(evicted)].pop(evicted, None)
+                if self._room is not None:
+                    self._room.leave(evicted)
         self._results.append(JobResult(job.job_id, success=True))
 
-    def _add_within_quota(self, key: OffloadKey) -> bool:
+    def _add(self, key: OffloadKey, room: TenantRoom) -> bool:
         """Add a new chunk, for which its tenant loses its oldest ones if it has no room; False: its quota is 0."""
-        tenant = tenant_of(key)
-        quota = self._quotas.get(tenant, self._quotas.get(EACH_OTHER_TENANT)) if tenant else None
-        if quota is not None:
-            written = self._written_by[tenant]
-            if len(written) >= quota:
-                for oldest in list(itertools.islice(written, len(written) - int(quota * _KEPT_OF_QUOTA))):
-                    del written[oldest], self._keys[oldest]
-            if not quota:
-                return False
-            written[key] = None
+        evicted = room.take(key)
+        if evicted is None:
+            return False
+        for old in evicted:
+            del self._keys[old]
         self._keys[key] = None
         return True
 

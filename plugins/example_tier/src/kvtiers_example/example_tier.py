@@ -13,7 +13,7 @@ With ``simulate_async=False`` there is no thread: the copy runs within the submi
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -24,6 +24,7 @@ from kvtiers.api import (
     LookupResult,
     OffloadKey,
     SecondaryTierManager,
+    TenantRoom,
     TierContext,
     TierRequest,
     TransferJob,
@@ -51,7 +52,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
     """At most ``max_blocks`` chunks in memory, the least recently used out first, moved by a thread of its own.
 
     A store and a load count as use, a lookup does not. A store never evicts a chunk of its own job; one with more
-    chunks than ``max_blocks`` fails and changes nothing. A load of absent chunks succeeds for the others.
+    chunks than ``max_blocks`` fails and changes nothing. A load of absent chunks succeeds for the others. With quotas a
+    tenant that has no room loses its own oldest chunks, before ``max_blocks`` are held.
     """
 
     def __init__(self, context: TierContext, *, max_blocks: int, simulate_async: bool = True) -> None:
@@ -60,6 +62,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
         self._value_bytes = context.value_bytes
         self._max_blocks = max_blocks
         self._values: OrderedDict[OffloadKey, bytes] = OrderedDict()  # the least recently used first
+        self._room: TenantRoom | None = None
+        self._declined = self._evicted_for_room = 0
         self._moving = 0
         self._finished: list[JobResult] = []
         self._to_move: SimpleQueue[_Move | None] = SimpleQueue()
@@ -68,6 +72,14 @@ class ExampleSecondaryTier(SecondaryTierManager):
         self._mover = Thread(target=self._move_all, name="memory-async", daemon=True) if simulate_async else None
         if self._mover:
             self._mover.start()
+
+    def set_quotas(self, quota_of: Callable[[str], int | None]) -> None:
+        """Keep tenants within these bytes. Comes before any job."""
+        self._room = TenantRoom(quota_of, self._value_bytes)
+
+    def stats(self) -> Mapping[str, float]:
+        """Return the counts that quotas of stores have, too; reads two numbers that the engine's thread changes."""
+        return {"dropped_quota": self._declined, "quota_deleted": self._evicted_for_room}
 
     # On the engine's thread.
 
@@ -132,17 +144,32 @@ class ExampleSecondaryTier(SecondaryTierManager):
         if move.failed:
             self._finished.append(JobResult(job.job_id, success=False, seconds=move.seconds))
             return
-        self._values.update(move.values)
+        self._keep(move.values)
         # Tail first, so that a prefix's head, without which the rest is of no use, is evicted last.
         for key in reversed(job.keys):
             if key in self._values:
                 self._values.move_to_end(key)
         while len(self._values) > self._max_blocks:
-            self._values.popitem(last=False)  # never of this job: its keys are the last, and no more than fit
-        landed = {key for key, _, _ in move.values_to_write} if job.is_promotion else set(job.keys)
+            evicted, _ = self._values.popitem(last=False)  # never of this job: its keys are the last, and all fit
+            if self._room is not None:
+                self._room.leave(evicted)
+        landed = {key for key, _, _ in move.values_to_write} if job.is_promotion else move.values.keys() & self._values
         success = landed == set(job.keys)
         nbytes = self._value_bytes * (len(move.rows_to_read) + len(move.values_to_write))
         self._finished.append(JobResult(job.job_id, success, None if success else landed, nbytes, move.seconds))
+
+    def _keep(self, values: Mapping[OffloadKey, bytes]) -> None:
+        """Hold the values of one store, those for which their tenant has no room excepted."""
+        for key, value in values.items():
+            if self._room is not None and key not in self._values:
+                evicted = self._room.take(key, values.keys())
+                if evicted is None:
+                    self._declined += 1
+                    continue
+                for old in evicted:
+                    del self._values[old]
+                self._evicted_for_room += len(evicted)
+            self._values[key] = value
 
     # On the mover thread (within the submit, with ``simulate_async=False``).
 

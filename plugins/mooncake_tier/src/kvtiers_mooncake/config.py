@@ -12,7 +12,7 @@ from kvtiers.api.units import format_size
 
 __all__ = ["MooncakeConfig"]
 
-_DEFAULT_PORT = 50051
+_DEFAULT_PORT, _DEFAULT_HTTP_PORT = 50051, 9003
 _ELECTED = ("etcd://", "redis://", "k8s://")  # where several masters elect one, and clients ask for its address
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?")
 _COMMON = TierConfig.model_fields
@@ -47,6 +47,11 @@ class MooncakeConfig(TierConfig):
     master: str = Field(
         description="HOST:PORT of mooncake_master (port 50051 by default), or etcd://..., redis://... where several "
         "masters elect one"
+    )
+    master_http: str = Field(
+        default="",
+        description="HOST:PORT of the master's HTTP server (its --metrics_port), which lists values; default: the "
+        "master's host, port 9003",
     )
     metadata: str = Field(
         default="P2PHANDSHAKE",
@@ -94,11 +99,16 @@ class MooncakeConfig(TierConfig):
     @field_validator("master")
     @classmethod
     def _is_address(cls, master: str) -> str:
-        if not master.startswith(_ELECTED):
-            match = _ADDRESS.fullmatch(master)
-            if match is None or not 0 < int(match["port"] or _DEFAULT_PORT) < 1 << 16:
-                raise ValueError(f"expected HOST:PORT or one of {', '.join(_ELECTED)}..., got {master!r}")
+        if not master.startswith(_ELECTED) and _parse_address(master, _DEFAULT_PORT) is None:
+            raise ValueError(f"expected HOST:PORT or one of {', '.join(_ELECTED)}..., got {master!r}")
         return master
+
+    @field_validator("master_http")
+    @classmethod
+    def _is_http_address(cls, address: str) -> str:
+        if address and _parse_address(address, _DEFAULT_HTTP_PORT) is None:
+            raise ValueError(f"expected HOST:PORT, got {address!r}")
+        return address
 
     @field_validator("offload")
     @classmethod
@@ -121,13 +131,23 @@ class MooncakeConfig(TierConfig):
             raise ValueError("'offload' needs 'processes: 1': two processes in one directory damage each other's files")
         if self.prefer_local and not self.segment:
             raise ValueError("'prefer_local' needs 'segment'")
+        if self.quotas and self.tenant != "default":
+            raise ValueError("'quotas' and 'tenant' exclude each other: a master lists its tenant 'default' alone")
+        if self.quotas and self.http_address is None:
+            raise ValueError(f"'quotas' need 'master_http' with 'master: {self.master}': HOST:PORT of its HTTP server")
         return self
 
     @property
     def address(self) -> tuple[str, int] | None:
         """The master's host and port; None where masters elect one of them."""
-        match = None if self.master.startswith(_ELECTED) else _ADDRESS.fullmatch(self.master)
-        return (match["host"].strip("[]"), int(match["port"] or _DEFAULT_PORT)) if match else None
+        return None if self.master.startswith(_ELECTED) else _parse_address(self.master, _DEFAULT_PORT)
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """The host and port of the master's HTTP server; None where it was not given, and masters elect one of them."""
+        if self.master_http:
+            return _parse_address(self.master_http, _DEFAULT_HTTP_PORT)
+        return (self.address[0], _DEFAULT_HTTP_PORT) if self.address else None
 
     @property
     def master_address(self) -> str:
@@ -141,3 +161,11 @@ class MooncakeConfig(TierConfig):
     def patience(self) -> float:
         """The longest silence, in seconds, of a master or of a segment."""
         return min(self.timeout, self.deadline)
+
+
+def _parse_address(text: str, default_port: int) -> tuple[str, int] | None:
+    """Return the host and the port of ``HOST:PORT`` or ``HOST``; None if the text is neither."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match["port"] or default_port) < 1 << 16:
+        return None
+    return match["host"].strip("[]"), int(match["port"] or default_port)

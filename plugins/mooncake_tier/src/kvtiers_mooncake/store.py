@@ -5,15 +5,16 @@ Values move between the registered rows and the segments without a copy, several
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, ClassVar
 
-from kvtiers.api import ChunkStore, Finding, StoreFull, TierUnavailable
+from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull, TierUnavailable
 from kvtiers_mooncake.changes import Changes
 from kvtiers_mooncake.client import DirectoryLock, MasterWatch, load_library, own_address, start_client
 from kvtiers_mooncake.codes import ABSENT, NO_ROOM, SUPERSEDED, UNREACHABLE, Code, failure, unavailable
 from kvtiers_mooncake.config import MooncakeConfig
+from kvtiers_mooncake.listing import list_values
 from kvtiers_mooncake.memory import RegisteredMemory
 
 __all__ = ["MooncakeStore"]
@@ -155,6 +156,15 @@ class MooncakeStore(ChunkStore):
             self._unreachable.pop(name, None)
         return True
 
+    def _answers(self, call: str, codes: Sequence[int]) -> list[int]:
+        """Return the codes of a call; TierUnavailable if the master was not there for it."""
+        if any(code in {Code.RPC_FAILED, Code.RPC_TIMEOUT} for code in codes):
+            self._watch.failed()
+            lost = next(code for code in codes if code in {Code.RPC_FAILED, Code.RPC_TIMEOUT})
+            raise unavailable(call, lost, self._config.master_address)
+        self._watch.succeeded()
+        return [*codes]
+
     # -- names
 
     def exists(self, names: Sequence[str]) -> Sequence[bool]:
@@ -181,6 +191,10 @@ class MooncakeStore(ChunkStore):
             return
         self._watch.before_call()
         self._changes.remove([*names])
+
+    def list(self, prefix: str) -> Iterator[StoreEntry]:
+        """Yield what the master lists, by its HTTP server; nothing of it counts as read."""
+        return list_values(self._config, prefix)
 
     # -- the rest
 
@@ -212,15 +226,6 @@ class MooncakeStore(ChunkStore):
         if self._directory is not None:
             self._directory.release()
             self._directory = None
-
-    def _answers(self, call: str, codes: Sequence[int]) -> list[int]:
-        """Return the codes of a call; TierUnavailable if the master was not there for it."""
-        if any(code in {Code.RPC_FAILED, Code.RPC_TIMEOUT} for code in codes):
-            self._watch.failed()
-            lost = next(code for code in codes if code in {Code.RPC_FAILED, Code.RPC_TIMEOUT})
-            raise unavailable(call, lost, self._config.master_address)
-        self._watch.succeeded()
-        return [*codes]
 
     def _count(self, figure: str, by: int = 1) -> None:
         if by:

@@ -8,6 +8,7 @@ from kvtiers._failures import CallThread
 from kvtiers.api import (
     ChunkStore,
     Finding,
+    KvtiersError,
     Refused,
     StoreEntry,
     SupportsAnyLength,
@@ -20,7 +21,7 @@ from kvtiers.api import (
 )
 from kvtiers.api.answers import found, found_each, kept_each, lengths_each
 from kvtiers.api.units import format_duration
-from kvtiers.cli.check.round_trip import Bench, ProbeError, probe_name
+from kvtiers.cli.check.round_trip import Bench, ProbeError, no_listing, probe_name
 
 __all__ = ["probe_abilities"]
 
@@ -240,6 +241,9 @@ def _listing(store: ChunkStore, listing: SupportsListing, bench: Bench) -> Itera
         lister.start()
         lister.join(_LIST_SECONDS)
         bench.is_still_called = lister.is_alive()
+        if errors and isinstance(errors[0], KvtiersError):
+            yield no_listing(bench, errors[0])
+            return
         if errors:
             raise errors[0]
         if bench.is_still_called:

@@ -16,6 +16,7 @@ from kvtiers.api import (
     ChunkStore,
     Finding,
     JobResult,
+    KvtiersError,
     LookupResult,
     SecondaryTierManager,
     StoreEntry,
@@ -30,7 +31,7 @@ from kvtiers.cli.open_tier import anonymous_region
 from kvtiers.layout.borrowed_views import Loan
 from kvtiers.types import RequestContext
 
-__all__ = ["OWN_FAULT", "REACH", "Bench", "ProbeError", "probe_manager", "probe_name", "probe_store"]
+__all__ = ["OWN_FAULT", "REACH", "Bench", "ProbeError", "no_listing", "probe_manager", "probe_name", "probe_store"]
 
 _ROWS = 3
 _LISTED = 100
@@ -53,15 +54,23 @@ class ProbeError(Exception):
 class Bench:
     """The workbench of one trial: an anonymous region of three rows, a random value, and facts about the tier.
 
-    ``report`` gets each stage of the trial as it begins.
+    ``needs_listing``: the tier's options need a store that can list. ``report`` gets each stage of the trial as it
+    begins.
     """
 
     def __init__(
-        self, value_bytes: int, namespace: str, read_only: bool, report: Callable[[str], object] = lambda _: None
+        self,
+        value_bytes: int,
+        namespace: str,
+        *,
+        read_only: bool,
+        needs_listing: bool = False,
+        report: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.value_bytes = value_bytes
         self.namespace = namespace
         self.read_only = read_only
+        self.needs_listing = needs_listing
         self.is_still_called = False
         """A call is still running: the tier must not be closed meanwhile."""
         self.region = anonymous_region(_ROWS, value_bytes)
@@ -208,7 +217,10 @@ def _read_only(store: ChunkStore, bench: Bench) -> Finding:
         return Finding("ok", "read-only: it answers; it cannot list its values, so none was read")
     bench.stage = "listing its values"
     prefix = f"{bench.namespace}/"
-    entries = list(islice(store.list(prefix), _LISTED))
+    try:
+        entries = list(islice(store.list(prefix), _LISTED))
+    except KvtiersError as error:
+        return no_listing(bench, error)
     for entry in entries:
         if not isinstance(entry, StoreEntry):
             raise ProbeError(f"list() yielded {entry!r:.80}, expected a StoreEntry")
@@ -230,6 +242,13 @@ def _read_only(store: ChunkStore, bench: Bench) -> Finding:
     # Another writer may have deleted or replaced it since it was listed, so that absence is no fault.
     how = f"one of {format_size(fitting.nbytes)} read in {format_duration(time.monotonic() - begin)}"
     return Finding("ok", f"read-only: {count} listed, {how if found else 'the first one gone before it was read'}")
+
+
+def no_listing(bench: Bench, error: KvtiersError) -> Finding:
+    """Return the finding on a store that says why it cannot list now: an error only where the options need it."""
+    if bench.needs_listing:
+        return Finding("error", f"its quotas cannot be kept, since its values cannot be listed: {error}")
+    return Finding("warning", f"its values cannot be listed, so 'kvtiers store' cannot be used with it: {error}")
 
 
 def probe_manager(tier: SecondaryTierManager, bench: Bench) -> Iterator[Finding]:

@@ -71,7 +71,8 @@ class _TrialRun:
         bench = self._bench = Bench(
             self._task["value_bytes"],
             self._task["namespace"],
-            config.read_only,
+            read_only=config.read_only,
+            needs_listing=bool(config.quotas),
             report=lambda stage: self._report({"stage": stage}),
         )
         tier = self._attempt(

@@ -29,13 +29,15 @@ _STEPS_AFTER, _STEPS_AT_LEAST = 20, 200
 _LATE_SECONDS = 1.0  # by which what a tier does at its end may take longer than it was given
 
 
-def new_keys(number: int) -> list[OffloadKey]:
-    """Return this many keys that no run has used."""
-    return [make_offload_key(os.urandom(32), 0) for _ in range(number)]
+def new_keys(number: int, tenant: str = "") -> list[OffloadKey]:
+    """Return this many keys of a tenant, or of none, that no run has used."""
+    return [make_offload_key(os.urandom(32), 0, tenant) for _ in range(number)]
 
 
 class SmallEngine:
     """One tier over a region of its own. A row is longer than a value: what lies between is not the tier's either."""
+
+    value_bytes = _VALUE_BYTES
 
     def __init__(self, open_tier: Callable[[TierContext], SecondaryTierManager], *, patience: float) -> None:
         self._patience = patience

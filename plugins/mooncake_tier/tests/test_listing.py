@@ -1,0 +1,109 @@
+"""What the master lists: whose names, of what length, and that a listing is no use of a value."""
+
+import http.server
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from kvtiers.api import ConfigError, StoreEntry, TierUnavailable
+from kvtiers_mooncake.config import MooncakeConfig
+from kvtiers_mooncake.listing import list_values
+
+
+def config(**options):
+    return MooncakeConfig(**{"type": "mooncake", "master": "127.0.0.1", **options})
+
+
+def test_names_and_lengths_are_listed_in_as_many_calls_as_it_takes(shared_master, open_store):
+    store = open_store(shared_master.address, master_http=shared_master.http)
+    expected = {f"ns/{'x' * 200}/{number}": 4096 + number for number in range(300)}
+    for name, length in expected.items():
+        store.write(name, memoryview(bytes(length)))
+    assert {entry.name: entry.nbytes for entry in store.list("ns/xxx")} == expected
+    assert {entry.modified for entry in store.list("ns/xxx")} == {None}
+    store.delete(list(expected))
+    assert not list(store.list("ns/xxx"))
+
+
+def test_a_listing_is_no_use_so_that_what_was_listed_can_be_removed_and_evicted(shared_master, open_store):
+    store = open_store(shared_master.address, master_http=shared_master.http)
+    store.write("ns/unused/1", memoryview(bytes(4096)))
+    assert list(store.list("ns/unused/")) == [StoreEntry("ns/unused/1", 4096)]
+    store.delete(["ns/unused/1"])
+    assert store.stats()["removed_in_use"] == 0
+    store.write("ns/unused/2", memoryview(bytes(4096)))
+    store.read_into("ns/unused/2", memoryview(bytearray(4096)))
+    store.delete(["ns/unused/2"])
+    assert store.stats()["removed_in_use"] == 1, "as a read is"
+
+
+def test_what_other_users_of_the_pool_have_there_is_left_out(shared_master, open_store):
+    store = open_store(shared_master.address, master_http=shared_master.http)
+    for name in ("ns/others/1,ns/others/2", "ns/others/Tensor", "ns/others/a\nns/others/b", "ns/others/%41"):
+        assert store._client.put(name, bytes(4096)) == 0
+    store.write("ns/others/ours", memoryview(bytes(4096)))
+    names = {entry.name for entry in store.list("ns/others/")}
+    assert names == {"ns/others/ours"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"master": "etcd://10.0.0.1:2379"}, "a listing needs 'master_http': HOST:PORT"),
+        ({"tenant": "team-a"}, "'tenant: team-a': the master lists the values of its tenant 'default' alone"),
+    ],
+)
+def test_a_master_that_cannot_be_asked_is_named(options, expected):
+    with pytest.raises(ConfigError, match=expected):
+        list(list_values(config(**options), ""))
+
+
+@contextmanager
+def web_server(status: int, body: bytes):
+    """Answer every request with this."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "why"),
+    [
+        (503, b"{}", r"status 503 \(Service Unavailable\) for /get_all_keys"),
+        (404, b"", r"status 404 \(Not Found\) for /get_all_keys"),
+        (200, b"ns/a\n", "its answer to /batch_query_keys has no lengths"),
+        (200, b"1\n", "its answer to /batch_query_keys has no lengths"),
+    ],
+)
+def test_what_is_no_serving_master_is_one_line(status, body, why):
+    with web_server(status, body) as address, pytest.raises(TierUnavailable, match=why) as refusal:
+        list(list_values(config(master_http=address), ""))
+    assert f"http://{address}, which lists values" in str(refusal.value)
+    assert "--metrics_port" in str(refusal.value)
+
+
+def test_a_server_that_is_not_there_is_one_line(shared_master, open_store):
+    with web_server(200, b"") as address:
+        pass
+    store = open_store(shared_master.address, master_http=address)
+    with pytest.raises(TierUnavailable, match=r"does not answer as expected: .*refused; set 'master_http' to where"):
+        list(store.list("ns/"))
+    store.write("ns/all-the-same", memoryview(bytes(4096)))
+    assert list(store.exists(["ns/all-the-same"])) == [True]
