@@ -24,7 +24,7 @@ from kvtiers.metrics import CLIENT_TIER_FIGURES
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import require_linux
-from kvtiers.secondary.store_tier import LEAST_STORE_QUEUE
+from kvtiers.secondary.tier_counts import LEAST_STORE_QUEUE
 from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tier_set import TierRows, TierSet
 
