@@ -44,6 +44,7 @@ NOT_COUNTED = {
     "secondary/in_process.py": "instead of a host's client and connection, with io: thread",
     "secondary/log_thread.py": "a thread of its own: lines of the log",
     "secondary/supervisor.py": "a thread of its own: watches the host",
+    "secondary/tier_counts.py": "figures: of a tier's jobs and values",
     "tiering/estimates.py": "figures: what a step and a load take",
     "tiering/load_or_recompute.py": "of each step: the GPU's queue",
     "tiering/promotion.py": "of each step: reservations",

@@ -43,7 +43,7 @@ def shared() -> Iterator[SharedMemory]:
 
 def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_is_not(shared, serve, tier, monkeypatch):
     """As the server has it: tier hosts read and write objects where they lie."""
-    monkeypatch.setattr("kvtiers_lmcache.clients._LEAST_MAPPED", 0)
+    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
     config = config_of(tier)
     mapped = serve(config=config, memory=shared)
     stored = mapped.store(keys_of(5))
@@ -65,17 +65,18 @@ def test_an_object_whose_copy_costs_less_than_a_claim_passes_a_bounce_row(shared
 
 
 @pytest.mark.parametrize("tier", ["fs"], indirect=True)
-def test_an_l1_that_cannot_be_mapped_passes_bounce_rows_with_one_line(shared, serve, tier, monkeypatch, said):
+def test_an_l1_that_cannot_be_mapped_passes_bounce_rows_with_one_line(shared, serve, tier, monkeypatch, said, caplog):
     """As where the file of its name is another by now."""
-    monkeypatch.setattr("kvtiers_lmcache.clients._LEAST_MAPPED", 0)
+    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
     with tempfile.NamedTemporaryFile() as other:
         monkeypatch.setattr("kvtiers_lmcache.clients._name_of", lambda *_: other.name)
         server = serve(config=config_of(tier), memory=shared)
         stored = server.store(keys_of(2))
         assert server.fetch(keys_of(2)) == stored
     assert direct_values(server) == 0
-    (line,) = said()
-    assert "L1 is not mapped" in line
+    assert said() == []
+    (line,) = [it.getMessage() for it in caplog.records if "is not mapped" in it.getMessage()]
+    assert "no shared mapping of descriptor" in line
     assert "\n" not in line
 
 

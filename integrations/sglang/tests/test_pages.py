@@ -18,7 +18,7 @@ POOLS = [*[(mha_pool, layout) for layout in MHA_LAYOUTS], *[(mla_pool, layout) f
 def test_every_byte_comes_back_in_every_layout_and_pages_of_a_pool_in_a_memfd_pass_no_bounce_row(
     serve, make, layout, monkeypatch
 ):
-    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
+    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
     plain, mapped = (serve(make(layout, allocator=it), is_mla_model=make is mla_pool) for it in ("default", "shm"))
     keys, content = plain.store(pages=5)
     assert mapped.backend.batch_exists([*keys, "0" * 64]) == 5
@@ -37,7 +37,7 @@ def test_a_page_whose_copy_costs_less_than_a_claim_passes_a_bounce_row(serve, to
 
 
 def test_a_pool_of_several_memfds_passes_bounce_rows(serve, monkeypatch):
-    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
+    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
     server = serve(sidecars={"mamba": mamba_pool(allocator="shm")})
     assert len(server.pools["mamba"].allocator.fds) == 2
     keys, slots = server.keys(1), server.take(1, "mamba")
@@ -52,7 +52,7 @@ def test_a_pool_of_several_memfds_passes_bounce_rows(serve, monkeypatch):
 
 def test_a_pool_that_cannot_be_mapped_passes_bounce_rows_with_one_line(serve, monkeypatch, caplog):
     """As where a descriptor is not that of the memory that the pool lies in."""
-    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
+    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
     pool, other = (mha_pool(allocator="shm") for _ in range(2))
     fds = pool.allocator.fds
     pool.allocator.fds = other.allocator.fds
@@ -63,13 +63,14 @@ def test_a_pool_that_cannot_be_mapped_passes_bounce_rows_with_one_line(serve, mo
     assert server.backend.stats()["kv"]["direct_values"] == 0
     flush_logs(30.0)
     (line,) = [it.getMessage() for it in caplog.records if "is not mapped" in it.getMessage()]
+    assert "pool kv" in line
     assert "no shared mapping of descriptor" in line
     assert "\n" not in line
 
 
 @pytest.mark.parametrize("allocator", ["default", "shm"])
 def test_a_page_that_is_not_there_ends_the_prefix_and_changes_nothing(serve, allocator, monkeypatch):
-    monkeypatch.setattr("kvtiers_sglang.pools._LEAST_MAPPED", 0)
+    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
     server = serve(mha_pool(allocator=allocator))
     keys, content = server.store(pages=4)
     absent = server.keys(1, seed=7)

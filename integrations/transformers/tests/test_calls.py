@@ -42,6 +42,25 @@ def test_by_hand(name, way, open_cache):
     assert cache.load(longer).get_seq_length() == {"llama": 112, "mistral": 112}.get(name, 96) * keeps
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 100), ("mistral", 10), ("granite_hybrid", 10)])
+@pytest.mark.parametrize("way", ["load", "prefill"])
+def test_a_cache_that_has_nothing_yet_stores_nothing_and_is_no_failure(
+    name, tokens, way, open_cache, warnings_of_cache
+):
+    """A model of full attention, which prefill() does not run; or a prompt that is shorter than a chunk."""
+    model, ids = make(name), IDS[:, :tokens]
+    cache = open_cache(model)
+    past = getattr(cache, way)(ids)
+    cache.store(past, ids)
+    assert warnings_of_cache() == []
+    assert cache.stats()["failed_calls"] == cache.stats()["bypassed_calls"] == cache.stats()["stored_values"] == 0
+    out = model.generate(ids, cache=past, max_new_tokens=4, do_sample=False)
+    cache.store(past, out)
+    assert cache.flush()
+    assert warnings_of_cache() == []
+    assert cache.load(out).get_seq_length() == (96 if tokens == 100 else 0)
+
+
 def test_a_cache_that_was_not_filled_from_these_tokens_is_not_stored(tmp_path, open_cache, warnings_of_cache):
     model = make("llama")
     cache = open_cache(model)

@@ -201,6 +201,18 @@ def test_the_first_requests_go_through_a_real_tier_and_hit_what_the_plan_says(us
     assert 0 < tried.rate == pytest.approx(tried.planned, abs=0.002)
 
 
+def test_the_memory_of_the_first_requests_is_named_which_is_none_of_the_tables(usual):
+    """With a primary of one chunk the table has next to no hits, and the trial beside it most of them."""
+    log = replace(usual.log, workload=replace(usual.log.workload, requests=usual.log.workload.requests[:110]))
+    small = evaluate(log, question(gpu_cache=2 * MIB, memory=[2 * MIB]))
+    tried = small.trial = try_it(small, lambda _doing, _share: None)
+    assert tried.rate > small.rate(small.primary) + 0.1
+    assert tried.primary_chunks == small.as_data()["replayed"]["primary_chunks"] > small.primary.case.primary == 1
+    (line,) = [line for line in verdict(small) if line.startswith("Tried: ")]
+    assert f"with memory for {tried.primary_chunks:,} chunks and a real fs tier: all bytes right" in line
+    assert "where the plan for that says" in line
+
+
 @pytest.mark.skipif(not TRACES, reason="KVTIERS_TRACES is not set")
 @pytest.mark.parametrize(("name", "low", "high"), [("conversation", 0.2, 0.4), ("synthetic", 0.2, 0.4)])
 def test_the_public_traces_are_logs(name, low, high):

@@ -239,14 +239,14 @@ def test_what_a_log_lets_one_suspect_is_noted(tmp_path):
     text = {"prompt": "abcd efg " * 100, "usage": {"prompt_tokens": 300}}
     log = read(tmp_path, [text, {"prompt": "short"}, *[{"prompt_token_ids": [n, *IDS]} for n in range(9)]])
     assert any("the log's own counts say 3 letters a token: --chars-per-token 3" in note for note in log.notes)
-    assert any("1 prompts are shorter than one chunk" in note for note in log.notes)
+    assert any("1 prompt is shorter than one chunk of 64 tokens: it is not stored" in note for note in log.notes)
     cut = read(tmp_path, [{"prompt_token_ids": [n, *IDS[: 199 - n * (n > 8)]]} for n in range(12)])
     assert any("9 prompts have 200 tokens, and none has more" in note for note in cut.notes)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("", "it has no request"), ('{"prompt": "hi"}\n', "none of its 1 requests has 64 tokens"), ("x\n", "no JSON")],
+    [("", "it has no request"), ('{"prompt": "hi"}\n', "its one request has fewer than 64 tokens"), ("x\n", "no JSON")],
 )
 def test_a_log_without_a_request_to_use_is_an_error_of_one_line(tmp_path, content, said):
     path = tmp_path / "a.jsonl"
@@ -255,6 +255,10 @@ def test_a_log_without_a_request_to_use_is_an_error_of_one_line(tmp_path, conten
         read_log(path, Reading())
     assert str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
+    path.write_text(content * 2)
+    if "one request" in said:
+        with pytest.raises(ConfigError, match="none of its 2 requests has 64 tokens"):
+            read_log(path, Reading())
     with pytest.raises(ConfigError, match="cannot read the log: No such file"):
         read_log(tmp_path / "absent", Reading())
 
@@ -262,7 +266,7 @@ def test_a_log_without_a_request_to_use_is_an_error_of_one_line(tmp_path, conten
 def test_another_option_is_named_where_a_log_has_no_request_at_all(tmp_path):
     with pytest.raises(ConfigError, match=r"is no JSON; .* is read with --vllm-log$"):
         read(tmp_path, ["INFO 11-25 09:59:59 [api_server.py:1] Starting"])
-    with pytest.raises(ConfigError, match=r"none of its 1 requests has 64 tokens$"):
+    with pytest.raises(ConfigError, match=r"its one request has fewer than 64 tokens$"):
         read(tmp_path, ["INFO 11-25 09:59:59 [api_server.py:1] Starting", {"prompt": "hi"}])
 
 

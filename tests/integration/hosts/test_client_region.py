@@ -1,5 +1,7 @@
 """Values in a client's own region: tier hosts read and write them there, and never after their call."""
 
+import contextlib
+import fcntl
 import mmap
 import os
 import random
@@ -11,10 +13,13 @@ import numpy as np
 import pytest
 
 from kvtiers import ModelIdentity, open_client
+from kvtiers.api import StartError
 from kvtiers.testing.running import run_together
 
 PATIENCE = 60.0
 LENGTH = 10_000
+LARGE = 300_000
+SEAL_FUTURE_WRITE = 0x10  # fcntl.F_SEAL_FUTURE_WRITE, which Python has from 3.13 on
 PLACES = 64
 IDENTITY = ModelIdentity("test/model", weights="w1")
 POISON = 7
@@ -321,6 +326,40 @@ def test_memory_that_the_caller_has_shared_by_itself_is_used_as_the_clients_own(
     with machine.releasing(tmp_path):
         settled(pool)
     assert pool.is_poison(*range(8, 12))
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_memory_that_tier_hosts_cannot_map_is_refused_or_values_in_it_pass_bounce_rows(
+    opened, directory, hosts_of, caplog, required
+):
+    """Sealed after the caller has mapped it, which no host can do any more."""
+    fd = os.memfd_create("callers", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 20)
+    mapped = mmap.mmap(fd, 1 << 20, mmap.MAP_SHARED)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
+    client = None
+    try:
+        with pytest.raises(StartError, match="Operation not permitted") if required else contextlib.nullcontext():
+            client = open_client(
+                {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": [directory]},
+                IDENTITY,
+                LARGE,
+                region=(fd, mapped),
+                region_required=required,
+            )
+        assert (client is None) == required
+        if client is None:
+            assert hosts_of() == set()
+            return
+        assert client.put([b"key"], [memoryview(mapped)[:LARGE]]).stored == [True]
+        assert client.get_into([b"key"], [memoryview(mapped)[LARGE : 2 * LARGE]]) == [True]
+        assert client.stats()["direct_values"] == 0
+        (line,) = [line for line in caplog.messages if "is not mapped" in line]
+        assert "Operation not permitted" in line
+    finally:
+        os.close(fd)
+        if client is not None:
+            client.close()
 
 
 def test_with_a_tier_in_this_process_values_in_the_region_pass_bounce_rows(opened):

@@ -98,6 +98,47 @@ def test_no_prompt_and_no_answer_of_an_engine_s_log_is_in_it(report, tmp_path, l
     assert "kvtiers: prompts with more KV lose hits" in text
 
 
+OWN = "redis: out of use: it does not answer; its lookups miss until it is back"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f'{{"time": "10:00:00", "logger": "kvtiers.secondary", "text": "{OWN}"}}',
+        f'{{"text": "{OWN}", "level": "WARNING", "name": "kvtiers"}}',
+        f'{{"text": "10:00:00 | {OWN}", "record": {{"name": "kvtiers.secondary", "message": "{OWN}"}}}}',
+        f'2026-11-25T10:00:00Z stdout F {{"log": {{"logger": "kvtiers.secondary"}}, "text": "{OWN}"}}',
+    ],
+)
+def test_what_kvtiers_says_is_in_it_where_a_log_in_json_calls_its_messages_text(report, tmp_path, line):
+    with (tmp_path / "vllm.log").open("a") as log:
+        log.write(f"{line}\n")
+    text = report("--log", "vllm.log", answer="n\n").output
+    assert line in text
+    assert "left out)" not in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f'{{"text": "{PROMPT}", "rid": "1"}}',
+        f'{{"text": "{PROMPT}", "level": "DEBUG", "name": "vllm.entrypoints.logger"}}',
+        f'{{"text": "Receive: obj={PROMPT}", "logger": "kvtiers.secondary"}}',
+        f'{{"text": "kvtiers", "logger": "kvtiers.secondary", "prompt": "{PROMPT}"}}',
+        f'{{"text": {{"logger": "kvtiers", "of": "{PROMPT}"}}, "logger": "kvtiers"}}',
+        f'{{"text": "{PROMPT}", "logger": "kvtiersome"}}',
+        f'{{"text": "{PROMPT}", "logger": "kvtiers"',
+        f'[{{"text": "{PROMPT}", "logger": "kvtiers"}}]',
+    ],
+)
+def test_no_text_of_another_logger_and_no_prompt_beside_one_of_kvtiers_is_in_it(report, tmp_path, line):
+    with (tmp_path / "vllm.log").open("a") as log:
+        log.write(f"{line}\n")
+    text = report("--log", "vllm.log", answer="n\n").output
+    assert "salary" not in text
+    assert "(1 line that names kvtiers in a request's prompt or answer is left out)" in text
+
+
 def test_how_many_lines_of_requests_are_left_out_is_said_if_there_are_any(report, tmp_path):
     assert "left out)" not in report("--log", "vllm.log", answer="n\n").output
     with (tmp_path / "vllm.log").open("a") as log:

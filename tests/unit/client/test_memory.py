@@ -1,5 +1,6 @@
 """Callers' memory and bounce rows: any parts, gathered and scattered; rows that are leased, held and free again."""
 
+import fcntl
 import mmap
 import os
 import tempfile
@@ -11,9 +12,10 @@ import pytest
 
 from kvtiers.api import StartError
 from kvtiers.client.buffers import gather, length_of, parts_of, scatter
-from kvtiers.client.rows import BounceRows, CallersMemory
+from kvtiers.client.rows import BounceRows, CallersMemory, UnmappableMemoryError
 
 PATIENCE = 60.0
+SEAL_FUTURE_WRITE = 0x10  # fcntl.F_SEAL_FUTURE_WRITE, which Python has from 3.13 on
 
 
 @pytest.fixture
@@ -125,15 +127,33 @@ def test_memory_that_is_not_of_the_descriptor_or_not_shared_is_refused_in_one_li
     elsewhere = mmap.mmap(other, 4 * PAGE, mmap.MAP_SHARED)
     with tempfile.TemporaryFile() as file:
         for what, memory in ((fd, private), (fd, elsewhere), (file.fileno(), mapped), (fd, bytearray(4 * PAGE))):
-            with pytest.raises(StartError, match="no shared mapping of descriptor") as refused:
+            with pytest.raises(UnmappableMemoryError, match="no shared mapping of descriptor") as refused:
                 CallersMemory(what, memory)
             assert "\n" not in str(refused.value)
-    with pytest.raises(StartError, match="cannot be written"):
+    with pytest.raises(StartError, match="cannot be written") as mistake:
         CallersMemory(fd, memoryview(mapped).toreadonly())
+    assert not isinstance(mistake.value, UnmappableMemoryError), "the caller's own mistake"
     os.ftruncate(fd, 4 * PAGE)
-    with pytest.raises(StartError, match="no shared mapping"):
+    with pytest.raises(UnmappableMemoryError, match="no shared mapping"):
         CallersMemory(fd, mapped)
     os.close(other)
+    with pytest.raises(UnmappableMemoryError, match=r"descriptor -1: .*Bad file descriptor"):
+        CallersMemory(-1, mapped)
+
+
+def test_memory_that_the_caller_can_use_and_a_tier_host_cannot_map_is_refused():
+    """Sealed after the caller has mapped it: no later mapping can be written."""
+    fd = os.memfd_create("kvtiers-test-sealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, PAGE)
+    mapped = mmap.mmap(fd, PAGE, mmap.MAP_SHARED)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
+    mapped[:4] = b"mine"
+    with pytest.raises(
+        UnmappableMemoryError, match=f"descriptor {fd}: cannot map .*Operation not permitted"
+    ) as refused:
+        CallersMemory(fd, mapped)
+    assert "\n" not in str(refused.value)
+    os.close(fd)
 
 
 def test_a_client_has_a_descriptor_of_the_callers_memory_until_it_is_closed(shared):

@@ -302,6 +302,34 @@ def test_a_region_that_cannot_be_is_refused(more):
     assert descriptors_left_since(descriptors, patience=30) == []
 
 
+@pytest.mark.parametrize(("nbytes", "lines"), [(300_000, 1), (1000, 0)])
+def test_a_region_that_is_not_required_is_left_out_where_it_cannot_be_mapped_or_is_of_no_use(caplog, nbytes, lines):
+    memory = bytearray(nbytes)
+    options = {"region": (0, memory), "region_required": False, "bounce_bytes": 1 << 20, "way_in": "in a test"}
+    with open_client(config(MEMORY), IDENTITY, nbytes, **options) as client:
+        assert client.put(KEYS[:1], [value(1, nbytes)]).stored == [True]
+        assert client.get_into(KEYS[:1], [memory]) == [True]
+        assert len(client.region) == client.stats()["direct_values"] == 0
+    assert memory == value(1, nbytes).tobytes()
+    found = [it.getMessage() for it in caplog.records if "is not mapped" in it.getMessage()]
+    assert len(found) == lines
+    assert all(line.startswith("kvtiers in a test: ") and "no shared mapping of descriptor 0" in line for line in found)
+
+
+def test_what_else_stops_a_client_stops_it_with_a_region_that_is_not_required(tmp_path, caplog):
+    def opened(tier, memory):
+        options = {"region": (0, memory), "region_required": False}
+        return open_client(config(tier, start_wait="0s"), IDENTITY, 300_000, **options)
+
+    with pytest.raises(StartError, match="cannot be written"):
+        opened(MEMORY, b"read only")
+    wrong = {**MEMORY, "type": "fs", "path": str(tmp_path / "file/no"), "required": True}
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match=r"^fs: required, but cannot be opened"):
+        opened(wrong, bytearray(8))
+    assert len([line for line in caplog.messages if "is not mapped" in line]) == 1, "it was opened once"
+
+
 def test_the_region_stays_the_callers_when_the_client_is_closed(client):
     assert len(client.region) == 0
     with open_client(config(MEMORY), IDENTITY, 1000, bounce_bytes=1 << 16, region_bytes=5000) as other:

@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -29,6 +30,8 @@ _OF_A_REQUEST = re.compile(
     r"Receive(?: OpenAI)?: obj=|Finish: obj=|ReqInput\(|request\.(?:received|finished)|"  # SGLang
     r"prompt(?:_token_ids)?\W{0,3}[:=]|[\"'](?:messages|text|content|output)\\*[\"']\s*:"
 )
+# Where a record of a log in JSON has the name of its logger, by the names of its keys.
+_LOGGERS = (("logger",), ("name",), ("logger_name",), ("log.logger",), ("log", "logger"), ("record", "name"))
 _NUMBERS = re.compile(r"\[[\d\s.,eE+-]*\]")
 _RUN_KVTIERS = "from kvtiers.cli.main import main; main()"
 
@@ -124,8 +127,30 @@ def _last_lines(log: Path, lines: int) -> list[str]:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
     found = [line for line in text.splitlines() if "kvtiers" in line.lower()]
-    own = [line for line in found if not _OF_A_REQUEST.search(line)]
+    own = [line for line in found if not _OF_A_REQUEST.search(_without_own_key(line))]
     left_out = len(found) - len(own)
     lines_that_name, are = ("line that names", "is") if left_out == 1 else ("lines that name", "are")
     note = f"({left_out} {lines_that_name} kvtiers in a request's prompt or answer {are} left out)"
     return [note] * bool(left_out) + own[-lines:]
+
+
+def _without_own_key(line: str) -> str:
+    """Return a line; one of kvtiers' own, of a log in JSON whose message is called ``text``, without that key.
+
+    A request may have a ``text`` as well, which is its prompt: only a logger's name shows that a line is ours.
+    """
+    before, brace, rest = line.partition("{")
+    try:
+        record = json.loads(brace + rest)
+        text = record.pop("text")
+    except (ValueError, KeyError, RecursionError):
+        return line
+    is_own = isinstance(text, str) and any(_is_ours(record, place) for place in _LOGGERS)
+    return f"{before}{text} {json.dumps(record)}" if is_own else line
+
+
+def _is_ours(record: Any, place: Sequence[str]) -> bool:
+    """Return whether a record has one of kvtiers' loggers there."""
+    for key in place:
+        record = record.get(key) if isinstance(record, dict) else None
+    return isinstance(record, str) and record.partition(".")[0] == "kvtiers"

@@ -1,6 +1,7 @@
 """The composition root of a client: rows, tiers and the driver, opened from a config and closed in the right order."""
 
 import contextlib
+import logging
 import os
 import select
 import time
@@ -13,7 +14,7 @@ from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import ConfigError, TierConfig
 from kvtiers.client.client import Client
 from kvtiers.client.driver import Driver
-from kvtiers.client.rows import BounceRows, CallersMemory
+from kvtiers.client.rows import BounceRows, CallersMemory, UnmappableMemoryError
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.kv_events.naming import OWN_NAMES, event_groups
 from kvtiers.kv_events.open import event_publisher
@@ -24,13 +25,15 @@ from kvtiers.metrics import CLIENT_TIER_FIGURES
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import require_linux
-from kvtiers.secondary.store_tier import LEAST_STORE_QUEUE
+from kvtiers.secondary.tier_counts import LEAST_STORE_QUEUE
 from kvtiers.start_line import StartFacts, StartLine
-from kvtiers.tier_set import TierRows, TierSet
+from kvtiers.tier_set import TierSet
 
 __all__ = ["client_layout", "open_client"]
 
+_log = logging.getLogger("kvtiers")
 _BOUNCE_BYTES = 256 << 20
+_LEAST_MAPPED = 256 << 10  # of a value: the copy of a shorter one costs less than a claim (benchmarks/client.py)
 _MOST_LENGTHS = 64
 _EVENT_SECONDS = 1.0  # what a close gives the KV events that wait
 
@@ -43,6 +46,7 @@ def open_client(
     bounce_bytes: int = _BOUNCE_BYTES,
     region_bytes: int = 0,
     region: tuple[int, Any] | None = None,
+    region_required: bool = True,
     deadline: float | None = None,
     way_in: str = "as a client",
     release: str = "",
@@ -55,13 +59,14 @@ def open_client(
     the same keys and lengths need a difference here, such as in ``kv_layout``. Without ``weights`` nothing is shared.
 
     ``value_bytes``: the lengths that values have, in bytes, 64 at most; a value of another length is refused, and one
-    that is asked for is a miss. They are fixed here since a value's seal and fingerprint state its length, as they do
-    for an engine's. ``bounce_bytes``: shared memory through which values pass; a value of any length takes as much of
-    it as the longest. ``region_bytes``: of memory for the caller (``Client.region``), which tier hosts map, so that
-    values in it are not copied through the rows. ``region``: shared memory of the caller's own instead: a descriptor of
-    a memfd or of ``shm_open``, and the buffer that is mapped from it. ``deadline``: seconds in which a call ends, by
-    default the longest ``deadline`` among the tiers. ``way_in``, ``release``: what uses the client, for the log and for
-    what is recorded beside the values. ``tenant``: whose values they are where a call names no other; "" for no one's.
+    that is asked for is a miss: a seal states its value's length. ``bounce_bytes``: shared memory through which values
+    pass; a value of any length takes as much of it as the longest. ``region_bytes``: of memory for the caller
+    (``Client.region``), which tier hosts map, so that values in it are not copied through the rows. ``region``: shared
+    memory of the caller's own instead: a descriptor of a memfd or of ``shm_open``, and the buffer that is mapped from
+    it. With ``region_required=False`` it is left out where all values are shorter than 256 KiB, whose copy costs less,
+    and, with a line of the log, where tier hosts cannot map it. ``deadline``: seconds in which a call ends, by default
+    the longest ``deadline`` among the tiers. ``way_in``, ``release``: what uses the client, for the log and for what is
+    recorded beside the values. ``tenant``: whose values they are where a call names no other; "" for no one's.
 
     Of the config, ``primary`` and what belongs to it has no effect. Waits up to ``start_wait`` for the tiers to open;
     one that is not open by then is used when it is. ConfigError or StartError, in one line each, if it cannot start.
@@ -76,15 +81,14 @@ def open_client(
     with contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
-        rows = _bounce_rows(config, layout.row_stride, bounce_bytes, _memory(region, region_bytes))
+        memory = _memory(region, region_bytes, max(lengths), way_in, required=region_required)
+        rows = _bounce_rows(config, layout.row_stride, bounce_bytes, memory)
         undo.callback(rows.close)
-        hosted = rows.for_tiers(sizes, core_dumps=config.primary.core_dumps)
-        tiers = _tiers(config, hosted, names, described(names, layout, release))
+        tiers = _tiers(config, rows, sizes, names, described(names, layout, release))
         undo.callback(tiers.release_rows)
         undo.callback(tiers.close, 0.0)
         tiers.wait_open((now := time.monotonic()) + config.start_wait, now + config.primary.start_deadline)
         driver = _driver(config, tiers, layout, undo)
-        undo.callback(driver.close)
         driver.start()
         undo.callback(driver.stop, 0.0)
         facts = StartFacts(way_in, rows.in_words(), config.namespace, names.fingerprint, shared=is_shared(layout.model))
@@ -113,10 +117,21 @@ def client_layout(identity: ModelIdentity, lengths: Sequence[int]) -> CacheLayou
     )
 
 
-def _memory(region: tuple[int, Any] | None, region_bytes: int) -> int | CallersMemory:
+def _memory(
+    region: tuple[int, Any] | None, region_bytes: int, longest: int, way_in: str, *, required: bool
+) -> int | CallersMemory:
+    """Return the caller's memory for tier hosts to map, or how much the client is to make; 0 where it is left out."""
     if region_bytes < 0 or (region is not None and region_bytes):
         raise ConfigError(f"region_bytes is {region_bytes!r}, expected a number of bytes, and none beside a region")
-    return CallersMemory(*region) if region is not None else region_bytes
+    if region is None or not (required or longest >= _LEAST_MAPPED):
+        return region_bytes
+    try:
+        return CallersMemory(*region)
+    except UnmappableMemoryError as error:
+        if required:
+            raise
+        _log.warning("kvtiers %s: the caller's memory is not mapped, values pass the bounce rows: %s", way_in, error)
+        return 0
 
 
 def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, region: int | CallersMemory) -> BounceRows:
@@ -132,9 +147,15 @@ def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, regi
     return BounceRows(min(bounce_bytes // row_stride, most), row_stride, region, claims)
 
 
-def _tiers(config: OffloadConfig, rows: TierRows, names: StorageNames, record: Described | None) -> TierSet:
-    encryption = config.encryption
-    return TierSet(config.secondary, rows, config.namespace, names, record, is_awaited=True, encryption=encryption)
+def _tiers(
+    config: OffloadConfig,
+    rows: BounceRows,
+    sizes: Sequence[tuple[int, int]],
+    names: StorageNames,
+    record: Described | None,
+) -> TierSet:
+    hosted, encryption = rows.for_tiers(sizes, core_dumps=config.primary.core_dumps), config.encryption
+    return TierSet(config.secondary, hosted, config.namespace, names, record, is_awaited=True, encryption=encryption)
 
 
 def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:
@@ -151,7 +172,9 @@ def _driver(config: OffloadConfig, tiers: TierSet, layout: CacheLayout, undo: co
     publisher = event_publisher(config, event_groups(layout, OWN_NAMES))
     if publisher is not None:
         undo.callback(publisher.close, 0.0)
-    return Driver(tiers.slots, wait, is_polled=is_polled, publisher=publisher)
+    driver = Driver(tiers.slots, wait, is_polled=is_polled, publisher=publisher)
+    undo.callback(driver.close)
+    return driver
 
 
 def _usable(given: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any], tenant: str) -> OffloadConfig:

@@ -26,7 +26,7 @@ from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, create_memfd, detach_in_children, map_memory, prefer_huge_pages
 from kvtiers.tier_set import TierRows
 
-__all__ = ["BounceRows", "CallersMemory", "Claims", "RowLease", "RowNumbers"]
+__all__ = ["BounceRows", "CallersMemory", "Claims", "RowLease", "RowNumbers", "UnmappableMemoryError"]
 
 _LEAST_ROWS = 2
 _MOST_CLAIMS = 4_096
@@ -98,10 +98,15 @@ class RowNumbers:
             self.changed.notify_all()
 
 
-class CallersMemory:
-    """Shared memory of a caller's own, as it has mapped it. StartError in one line if it is not what it seems.
+class UnmappableMemoryError(StartError):
+    """A caller's memory that another process cannot map: the client works without it, by bounce rows."""
 
-    Its view is kept, so that no other memory can come to lie at its addresses.
+
+class CallersMemory:
+    """Shared memory of a caller's own, as it has mapped it.
+
+    UnmappableMemoryError in one line if tier hosts cannot map it; StartError if it is empty, or cannot be written. Its
+    view is kept, so that no other memory can come to lie at its addresses.
     """
 
     def __init__(self, fd: int, memory: Any) -> None:
@@ -111,8 +116,17 @@ class CallersMemory:
             raise StartError("client: region: the caller's memory is empty, or cannot be written")
         self.address = int(array.__array_interface__["data"][0])
         self.at = _offset_in_file(fd, self.address, array.nbytes)
+        self._check_mapping(fd, self.at + array.nbytes)
         self._theirs = fd
         self.fd = -1
+
+    @staticmethod
+    def _check_mapping(fd: int, nbytes: int) -> None:
+        """Map it as a tier host will: the caller may have mapped it before the file was sealed against writes."""
+        try:
+            map_memory(fd, nbytes, 0).close()
+        except StartError as error:
+            raise UnmappableMemoryError(f"client: region: descriptor {fd}: {error}") from None
 
     def keep(self) -> None:
         """Take a descriptor of our own: hosts may be started again when the caller has closed its own."""
@@ -129,8 +143,11 @@ class CallersMemory:
 
 
 def _offset_in_file(fd: int, address: int, nbytes: int) -> int:
-    """Return where in the file the memory begins that is mapped there; StartError if not all of it is shared."""
-    about, found, end = os.fstat(fd), None, address
+    """Return where in the file the memory begins; UnmappableMemoryError if not all of it is a shared mapping of it."""
+    try:
+        about, found, end = os.fstat(fd), None, address
+    except OSError as error:
+        raise UnmappableMemoryError(f"client: region: descriptor {fd}: {error}") from None
     device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
     for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
         place, access, offset, where, inode, *_ = line.split()
@@ -145,7 +162,7 @@ def _offset_in_file(fd: int, address: int, nbytes: int) -> int:
             end = stop
             if end >= address + nbytes and found + nbytes <= about.st_size:
                 return found
-    raise StartError(
+    raise UnmappableMemoryError(
         f"client: region: the {nbytes} bytes at {address:#x} are no shared mapping of descriptor {fd}; give that "
         "of a memfd or of shm_open, and the memory that was mapped from it"
     )

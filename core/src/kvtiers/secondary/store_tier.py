@@ -18,9 +18,10 @@ from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.host_pool import HostPool
 from kvtiers.secondary.presence_cache import PresenceCache, SuspectKeys
+from kvtiers.secondary.tier_counts import DropWatch, TierCounts
 from kvtiers.secondary.tier_jobs import EventTier, InflightJob, TierEvent, not_done
 
-__all__ = ["LEAST_STORE_QUEUE", "ChunkStoreTier"]
+__all__ = ["ChunkStoreTier"]
 
 _PROBE_KEY = b"\x00" * 8
 """Any key will do: the breaker's probe asks whether the store answers, not what.
@@ -32,24 +33,7 @@ _CLOSE_SECONDS = 3.0
 _TRIED_AGAIN = (
     "its lookups miss until it is back. It is tried again by itself; 'kvtiers check' with its config says more"
 )
-LEAST_STORE_QUEUE = 1024
-"""Values that may wait to be written with ``store_queue: auto``, however slow the store is."""
-_PERIOD_SECONDS = 5.0
-_ROWS_SHARE = 8  # of the primary's rows: half of the default of budgets.one_tier
 _MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
-_QUIET_SECONDS = 30.0  # for so long it must have dropped nothing: at its limit a store takes some values and drops some
-_FIGURES = (
-    "seal_failures",
-    "retries",
-    "dropped_full",
-    "dropped_refused",
-    "dropped_quota",
-    "dropped_queue",
-    "dropped_shutdown",
-    "already_present",
-    "errors",
-    "missing",
-)
 
 
 class ChunkStoreTier(EventTier):
@@ -67,12 +51,12 @@ class ChunkStoreTier(EventTier):
         self._deadline = config.deadline
         self._breaker = Breaker(config.breaker, clock)
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
-        self._counts = _Counts(config.store_queue, rows, clock)
+        self._counts = TierCounts(config.store_queue, rows, clock)
         self._generation = 0
         """Of the names: that of a job in flight may be an earlier one."""
         self._suspects = SuspectKeys()
-        self._full = _DropWatch(self._name, "full", "it was full", clock)
-        self._refusing = _DropWatch(self._name, "refusing", "it refused some", clock)
+        self._full = DropWatch(self._name, "full", "it was full", clock)
+        self._refusing = DropWatch(self._name, "refusing", "it refused some", clock)
         self._when_full = config.when_full
         self._open = False
         self._has_heard = False
@@ -410,102 +394,3 @@ class ChunkStoreTier(EventTier):
         if was is not self._breaker.state:
             text = f"{self._name}: taken out of use after {error or 'errors'}; it is probed until it answers"
             self._hosts.log(logging.WARNING, text)
-
-
-class _Counts:
-    """One tier's counts. ``store_queue``: the most chunks that may be on their way into the store."""
-
-    def __init__(self, store_queue: int | Literal["auto"], rows: int, clock: Callable[[], float]) -> None:
-        self.store_queue = store_queue
-        self._most_rows = rows // _ROWS_SHARE
-        self.storing = 0
-        """Chunks on their way into the store."""
-        self.figures = dict.fromkeys(_FIGURES, 0)
-        self._clock = clock
-        self._period_began = clock()
-        self._written = self._written_before = 0  # in this period, and in the one before
-
-    @property
-    def room(self) -> int:
-        """Chunks that the store queue has room for.
-
-        With "auto" it follows the store's speed. A burst of prompts is computed faster than a fast store writes it, and
-        a fixed number that is large enough for that would let values of a slow store wait beyond their deadline.
-        Waiting values hold at most an eighth of the primary's rows: by the default budgets half of the tier's, so
-        that loads have the other half.
-        """
-        lately = max(LEAST_STORE_QUEUE, min(self._written + self._written_before, self._most_rows))
-        return max(0, (lately if self.store_queue == "auto" else self.store_queue) - self.storing)
-
-    def begin(self, job: InflightJob) -> None:
-        """Count a job; those of its chunks that are not handed over are dropped."""
-        self.figures["dropped_queue"] += len(job.job.keys) - len(job.keys)
-        if job.is_store:
-            self.storing += len(job.keys)
-
-    def refuse(self, job: InflightJob) -> None:
-        """Count a job that no host has accepted."""
-        if job.is_store:
-            self.storing -= len(job.keys)
-            self.figures["dropped_queue"] += len(job.keys)
-
-    def end(self, job: InflightJob, *, success: bool) -> int:
-        """Count a job's end; return how many of its values are damaged."""
-        statuses, figures = job.statuses, self.figures
-        if job.is_store:
-            self.storing -= len(job.keys)
-            self._note_written(statuses.count(Status.DONE))
-        figures["retries"] += job.retries
-        figures["already_present"] += statuses.count(Status.PRESENT)
-        if success:
-            return 0
-        damaged = statuses.count(Status.CORRUPT)
-        figures["seal_failures"] += damaged
-        figures["missing"] += statuses.count(Status.MISSING)
-        figures["dropped_full"] += statuses.count(Status.DROPPED)
-        figures["dropped_refused"] += statuses.count(Status.REFUSED)
-        figures["dropped_quota"] += statuses.count(Status.NO_ROOM)
-        return damaged
-
-    def _note_written(self, values: int) -> None:
-        now = self._clock()
-        if now - self._period_began >= _PERIOD_SECONDS:
-            is_next = now - self._period_began < 2 * _PERIOD_SECONDS
-            self._written_before, self._written = (self._written if is_next else 0), 0
-            self._period_began = now
-        self._written += values
-
-
-class _DropWatch:
-    """The watch over a store that does not take values: one log line when that begins, and one when it resumes.
-
-    It is full, or a part of it is down: neither is a failure. It is still read, its breaker stays closed, and what is
-    dropped is counted. Without the line an operator would see a healthy engine and a tier that gets nothing new.
-    ``state``: the word for it; ``was``: the same of what is over.
-    """
-
-    def __init__(self, name: str, state: str, was: str, clock: Callable[[], float]) -> None:
-        self._name, self._state, self._was = name, state, was
-        self._clock = clock
-        self._dropped = 0
-        self._last = 0.0
-        self.holds = False
-
-    def stored(self, written: int, dropped: int, why: str) -> str:
-        """Record how many of a job's values were written and dropped; return a line for the log, or "" for none.
-
-        ``why``: the reason, or what to do.
-        """
-        if dropped:
-            self._last = self._clock()
-            self._dropped = self._dropped + dropped if self.holds else dropped
-            began, self.holds = not self.holds, True
-            if began:
-                return (
-                    f"{self._name}: {self._state}: its store has not taken {dropped} values; what it holds is read as "
-                    f"before; {why}"
-                )
-        elif self.holds and written and self._clock() - self._last >= _QUIET_SECONDS:
-            self.holds = False
-            return f"{self._name}: takes values again; {self._dropped} were dropped while {self._was}"
-        return ""

@@ -5,13 +5,11 @@ by a thread of its own: a task that needs it waits as long as its deadline lets 
 then. A kind that cannot be opened is refused with one line, and tried again after a while.
 
 Where LMCache's server has its L1 in shared memory with a name (``--shm-name``), it is the region of each client: tier
-hosts map it, and values pass no bounce row. Small ones do, since a claim costs more than their copy
-(``benchmarks/client.py``).
+hosts map it, and values pass no bounce row. Small ones do, and those of an L1 that cannot be mapped.
 """
 
 import contextlib
 import ctypes
-import functools
 import logging
 import os
 import threading
@@ -22,7 +20,7 @@ from typing import Any
 
 from kvtiers import Client, OffloadConfig, load_config, open_client
 from kvtiers._failures import error_text
-from kvtiers.api import KvtiersError, StartError
+from kvtiers.api import KvtiersError
 from kvtiers_lmcache.identity import ObjectKind, identity_of, release
 from kvtiers_lmcache.key_tenants import KeyTenants
 from kvtiers_lmcache.options import Options
@@ -32,7 +30,6 @@ __all__ = ["Clients"]
 _log = logging.getLogger("kvtiers.lmcache")
 _MOST = 16  # kinds: each has shared memory and tier hosts of its own
 _AGAIN_SECONDS = 30.0
-_LEAST_MAPPED = 256 << 10
 _SHARED = "/dev/shm/"  # noqa: S108 -- where the kernel names shared memory
 
 
@@ -130,24 +127,18 @@ class Clients:
             client.close(0.0)
 
     def _opened(self, kind: ObjectKind) -> Client:
-        opened = functools.partial(
-            open_client,
-            self._config,
-            identity_of(kind, self._options),
-            kind.nbytes,
-            bounce_bytes=self._options.bounce_bytes,
-            deadline=self._options.deadline,
-            way_in=f"in LMCache {release()}, objects of {kind.nbytes} bytes",
-            release=f"lmcache {release()}",
-        )
-        with _shared(self._l1 if kind.nbytes >= _LEAST_MAPPED else None) as region:
-            try:
-                return opened(region=region)
-            except StartError as error:
-                if region is None:
-                    raise
-                _log.warning("L1 is not mapped, objects of %d bytes pass the bounce rows: %s", kind.nbytes, error)
-                return opened()
+        with _shared(self._l1) as region:
+            return open_client(
+                self._config,
+                identity_of(kind, self._options),
+                kind.nbytes,
+                bounce_bytes=self._options.bounce_bytes,
+                region=region,
+                region_required=False,
+                deadline=self._options.deadline,
+                way_in=f"in LMCache {release()}, objects of {kind.nbytes} bytes",
+                release=f"lmcache {release()}",
+            )
 
 
 @contextlib.contextmanager

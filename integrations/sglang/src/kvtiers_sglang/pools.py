@@ -2,14 +2,11 @@
 
 SGLang gives the address and the length of each part of a page (``get_page_buffer_meta``): K and V, one of each layer,
 or one in all, by the pool's layout. No byte is copied here. Where SGLang has made the pool of one memfd (``"allocator":
-"shm"``), it is the client's region: tier hosts map it, and a page passes no bounce row. Small pages do, since a claim
-costs more than their copy (``benchmarks/client.py``), and those in memory that no other process can map: the client
-copies once, between pool and bounce rows.
+"shm"``), it is the client's region: tier hosts map it, and a page passes no bounce row. Small pages do, and those in
+memory that no other process can map: the client copies once, between pool and bounce rows.
 """
 
 import ctypes
-import functools
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +14,13 @@ from typing import Any
 import torch
 
 from kvtiers import Client, open_client
-from kvtiers.api import ConfigError, StartError
+from kvtiers.api import ConfigError
 from kvtiers_sglang.identity import identity_of, release
 from kvtiers_sglang.options import Options, tiers_of
 
 __all__ = ["Pages", "Pool", "keys_of", "open_pool"]
 
-_log = logging.getLogger("kvtiers.sglang")
 Part = memoryview
-_LEAST_MAPPED = 256 << 10
 
 
 class Pages:
@@ -90,25 +85,18 @@ class Pool:
 def open_pool(name: str, memory: Any, storage: Any, options: Options) -> Pool:
     """Open the tiers for a pool. ConfigError or StartError, in one line, if it cannot be used."""
     pages = Pages(memory)
-    opened = functools.partial(
-        open_client,
+    client = open_client(
         tiers_of(options),
         identity_of(name, memory, pages.sizes, storage, options),
         pages.nbytes,
         bounce_bytes=options.bounce_bytes,
+        region=_region_of(memory),
+        region_required=False,
         deadline=options.deadline,
         way_in=f"in SGLang {release()}, pool {name}",
         release=f"sglang {release()}",
         tenant=options.tenant,
     )
-    region = _region_of(memory) if pages.nbytes >= _LEAST_MAPPED else None
-    try:
-        client = opened(region=region)
-    except StartError as error:
-        if region is None:
-            raise
-        _log.warning("pool %s is not mapped, its pages pass the bounce rows: %s", name, error)
-        client = opened()
     return Pool(memory, pages, client)
 
 

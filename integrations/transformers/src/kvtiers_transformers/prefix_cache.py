@@ -147,7 +147,8 @@ class PrefixCache:
     def prefill(self, input_ids: torch.Tensor, *, tenant: str | None = None) -> DynamicCache:
         """Return such a cache, with what was not found computed up to the prompt's last boundary, and stored.
 
-        For models with windows or states, whose boundaries cannot be kept when ``generate`` runs over them.
+        For models with windows or states, whose boundaries cannot be kept when ``generate`` runs over them. Of another
+        model it is ``load``: ``generate`` computes what was not found, and ``store`` stores it.
         """
         return self._begin(input_ids, tenant, computes=True)
 
@@ -267,6 +268,8 @@ class PrefixCache:
         problem = self._guard.problem()
         if prompt is None:
             problem = "a cache that came from elsewhere cannot be stored"
+        elif not problem and not _length(cache):
+            return  # as load() has made it, and prefill() of a model whose boundaries generate() keeps: it has nothing
         elif not problem:
             problem = self._mismatch(cache, ids, prompt)
         if problem or prompt is None:

@@ -381,6 +381,32 @@ def test_stores_go_on_after_an_error_where_no_new_policy_can_be_made(module, mon
     assert primary.policy.bugs._bugs == 1
 
 
+def test_a_policy_that_fails_at_each_call_is_made_again_a_few_times_and_is_lru_then(module, monkeypatch, caplog):
+    made, make = [], TurnHazardPolicy.__init__
+
+    def makes(*args):
+        made.append(args)
+        make(*args)
+
+    def broken(*_args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(TurnHazardPolicy, "__init__", makes)
+    monkeypatch.setattr(TurnHazardPolicy, "access", broken)
+    primary = Primary(module, "turn-hazard", 8)
+    for number in range(10):
+        primary.serve(f"r{number}", "abcd")
+    assert len(made) == 1 + 3
+    assert primary.policy.bugs._bugs == 4
+    (line,) = [line for line in caplog.messages if "LRU" in line]
+    assert line.startswith("kvtiers-turn-hazard: it has failed 4 times; chunks leave by LRU from now on")
+    primary.serve("other", "wxyz")
+    primary.serve("again", "abcd")
+    assert primary.serve("third", "1234") == 0
+    assert set(primary.here) == {*keys_of("abcd"), *keys_of("1234")}, "the least recently used ones have left"
+    assert primary.policy.bugs._bugs == 4
+
+
 def test_every_policy_that_vllm_lacks_is_registered_by_a_name_that_vllm_config_writes(monkeypatch, module):
     fake_vllm.install(monkeypatch)
     monkeypatch.setattr("kvtiers_vllm.plugin.installed_names", lambda _group: ["theirs"])

@@ -57,7 +57,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What the whole stack did with the log's first requests, with real tiers and bytes, and what the plan said."""
+    """What the whole stack did with the log's first requests, with real tiers and bytes, and what the plan said.
+
+    Its primary holds ``primary_chunks``, which is another size than those of the evaluation.
+    """
 
     requests: int
     seconds: float
@@ -66,6 +69,7 @@ class Trial:
     wrong_bytes: int
     step_p99: float
     tier: str
+    primary_chunks: int
 
 
 @dataclass(slots=True)
@@ -183,7 +187,7 @@ class Evaluation:
         }
 
 
-_TRIAL_FIELDS = ("requests", "seconds", "rate", "planned", "wrong_bytes", "step_p99", "tier")
+_TRIAL_FIELDS = ("requests", "seconds", "rate", "planned", "wrong_bytes", "step_p99", "tier", "primary_chunks")
 
 
 def _offer_data(offer: Offer) -> dict[str, Any]:

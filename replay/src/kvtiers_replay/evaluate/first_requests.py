@@ -53,7 +53,7 @@ def try_it(
         return None
     planned = simulate(trace, PlanCase(primary, tiers=tiers, budgets=config.budgets))
     rate = found.prefix_hits / max(1, found.references)
-    return Trial(found.requests, found.seconds, rate, planned.rate, found.wrong_bytes, found.stalls.p99, tier)
+    return Trial(found.requests, found.seconds, rate, planned.rate, found.wrong_bytes, found.stalls.p99, tier, primary)
 
 
 def _first(requests: Sequence[ReplayRequest]) -> list[ReplayRequest]:

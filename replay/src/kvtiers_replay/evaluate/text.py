@@ -40,10 +40,11 @@ def verdict(evaluation: Evaluation) -> list[str]:
         lines.append(line)
     if trial := evaluation.trial:
         right = "all bytes right" if not trial.wrong_bytes else f"WRONG: {trial.wrong_bytes:,} bytes"
+        tier = f" and a real {trial.tier} tier" if trial.tier else ""
         lines.append(
-            f"Tried: the first {trial.requests:,} requests through the whole stack"
-            f"{f' with a real {trial.tier} tier' if trial.tier else ''}: {right}, hits {percent(trial.rate)} where the "
-            f"plan says {percent(trial.planned)}, {seconds(trial.step_p99)} of a step on the engine's thread (p99)."
+            f"Tried: the first {_counted(trial.requests, 'request')} through the whole stack, with memory for "
+            f"{_counted(trial.primary_chunks, 'chunk')}{tier}: {right}, hits {percent(trial.rate)} where the plan for "
+            f"that says {percent(trial.planned)}, {seconds(trial.step_p99)} of a step on the engine's thread (p99)."
         )
     return lines
 

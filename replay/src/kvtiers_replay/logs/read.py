@@ -234,8 +234,10 @@ class _Reader:
         seconds = max(times) - min(times) if times and max(times) > min(times) else None
         found = ReadLog(workload, self._lines, self._problems, self._notes(tokens), self._texts, seconds)
         if not any(request.block_hashes for request in self.requests):
-            short = f"none of its {len(self.requests):,} requests has {tokens} tokens" if self.requests else ""
-            why = [short] if short else found.problem_lines() or [self._no_request()]
+            short = f"none of its {len(self.requests):,} requests has {tokens} tokens"
+            if len(self.requests) == 1:
+                short = f"its one request has fewer than {tokens} tokens"
+            why = [short] if self.requests else found.problem_lines() or [self._no_request()]
             raise ConfigError(f"{self._where}: no request that can be used: {'; '.join(why)}{self._hint()}")
         return found
 
@@ -259,9 +261,9 @@ class _Reader:
     def _notes(self, tokens_per_chunk: int) -> list[str]:
         notes = []
         if self._texts:
+            are = "prompts are texts" if self._texts > 1 else "prompt is a text"
             notes.append(
-                f"{self._texts:,} prompts are texts, taken as {self._reading.chars_per_token:g} letters a token "
-                "(--chars-per-token)"
+                f"{self._texts:,} {are}, taken as {self._reading.chars_per_token:g} letters a token (--chars-per-token)"
             )
         if self._tokens_of_letters:
             measured = self._letters / self._tokens_of_letters
@@ -279,5 +281,6 @@ class _Reader:
                 )
         short = sum(not request.block_hashes for request in self.requests)
         if short:
-            notes.append(f"{short:,} prompts are shorter than one chunk of {tokens_per_chunk} tokens: none is stored")
+            are, is_stored = ("prompts are", "none is stored") if short > 1 else ("prompt is", "it is not stored")
+            notes.append(f"{short:,} {are} shorter than one chunk of {tokens_per_chunk} tokens: {is_stored}")
         return notes

@@ -67,7 +67,8 @@ class EvictionPolicy(ABC):
         """Do as ``evict``, for up to ``count`` chunks, none of which this running request has named in ``access``.
 
         Comes for promotions, and for stores where tenants have shares. Need not find all of them: when it returns
-        fewer, ``evict`` is called, with all that the request uses pinned meanwhile, which takes time for each of these.
+        fewer, ``evict`` is called, with all that the request uses pinned meanwhile, which takes time for each of these;
+        or, where tenants have shares, the first of ``coldest`` that it does not use are removed.
         LRU and ARC look at each bucket's tail, up to the first chunk that the request has used; turn-hazard at the runs
         of chunks that the request does not use at all. By default it finds none.
         """

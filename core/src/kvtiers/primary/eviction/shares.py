@@ -13,6 +13,7 @@ it has no idea of them. What an eviction costs more than without shares is a loo
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import filterfalse, islice
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
@@ -179,7 +180,7 @@ class TenantShares(EvictionPolicy):
         if (short := number - len(victims)) and own.policy.kept.held:  # its hints cost no other tenant a row
             victims += self._left(own, own.policy.evict_kept(short, request_id))
         if short := number - len(victims):  # nor does a policy that finds none, or not all of them
-            victims += self._evict_pinning_used(own, short, request_id)
+            victims += self._evict_passing_used(own, short, request_id)
         rest = min(wanted - len(victims), sum(tenant.gives(own) for tenant in self._all if tenant is not own))
         for tenant, number in self._divide(rest, spared=own):
             victims += self._left(tenant, tenant.policy.evict(number) or [])
@@ -243,17 +244,19 @@ class TenantShares(EvictionPolicy):
 
     # -- inside
 
-    def _evict_pinning_used(self, own: Tenant, count: int, request_id: str) -> list[OffloadKey]:
-        """Evict up to ``count`` of the tenant's chunks, with all that the request uses pinned meanwhile."""
+    def _evict_passing_used(self, own: Tenant, count: int, request_id: str) -> list[OffloadKey]:
+        """Evict up to ``count`` of the tenant's coldest chunks, but none that the request uses.
+
+        Those are passed over, not pinned: each store of a prompt with a window beside full attention may come here, for
+        what of the window's group another running request has left, and a pin costs much more than a look.
+        """
         count = min(count, len(own.evictable) - self.spared(request_id, ()))
         if count <= 0:
             return []
-        pinned = [key for key in self.used_by(request_id) if key in own.evictable]
-        own.policy.mark_pinned(pinned)
-        try:
-            victims = own.policy.evict(count) or []
-        finally:
-            own.policy.mark_evictable(pinned)
+        used = self.used_by(request_id)
+        victims = list(islice(filterfalse(used.__contains__, own.policy.coldest()), count))
+        own.policy.mark_pinned(victims)
+        own.policy.remove(victims)
         return self._left(own, victims)
 
     def _whose(self, key: OffloadKey) -> Tenant:

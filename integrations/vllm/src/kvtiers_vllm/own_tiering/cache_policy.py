@@ -8,12 +8,14 @@ first; until then it is evicted only where nothing else can be::
 
 A policy may come from elsewhere, so its answers are checked before a chunk leaves. After an error it is unclear what a
 policy still holds: a new one takes its place, which learns the chunks, and what they are worth, from their next uses.
+That costs a pass over all chunks on the engine's thread, so it is done a few times; the next error brings LRU for good.
 
 vLLM stores all that is offered, so ``worth_storing`` is not asked. vLLM gets a class for each policy by its name:
 ``getattr`` of this module.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -36,6 +38,9 @@ except ImportError:
 
 __all__ = ["KvtiersCachePolicy"]
 
+_log = logging.getLogger("kvtiers.vllm")
+_MOST_REPLACEMENTS = 3  # by a new policy of the same kind; one that fails at each call would cost a pass each time
+_LAST_RESORT = "lru"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -72,6 +77,7 @@ class KvtiersCachePolicy(CachePolicy):
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.bugs = BugCount(f"{PREFIX}{self.policy_name}")
+        self._replacements = 0
         self._policy = make_policy(self.policy_name, cache_capacity)
         self._chunks: dict[OffloadKey, Any] = {}
         self._unnamed: dict[OffloadKey, Any] = {}  # with vLLM's context of the request that stores it, if known
@@ -206,9 +212,20 @@ class KvtiersCachePolicy(CachePolicy):
             self._policy.hint(req_context.req_id, hints)
 
     def _replace_policy(self) -> None:
-        """Begin with a new policy, to which no chunk is known; keep this one if there can be no other."""
+        """Begin with a new policy, to which no chunk is known; keep this one if there can be no other.
+
+        After ``_MOST_REPLACEMENTS`` it is LRU, which stays: another error has no cause in the policy.
+        """
+        if self._replacements > _MOST_REPLACEMENTS:
+            return
+        self._replacements += 1
+        name = self.policy_name
+        if self._replacements > _MOST_REPLACEMENTS:
+            text = "%s: it has failed %d times; chunks leave by LRU from now on, until the engine is started again"
+            _log.error(text, f"{PREFIX}{name}", self._replacements)
+            name = _LAST_RESORT
         with suppress(ConfigError):
-            self._policy = make_policy(self.policy_name, self.cache_capacity)
+            self._policy = make_policy(name, self.cache_capacity)
             self._unnamed = {key: self._unnamed.get(key) for key in self._chunks}
 
     def _may_leave(self, key: OffloadKey) -> bool:
