@@ -1,4 +1,5 @@
 import threading
+from collections import OrderedDict
 
 import pytest
 
@@ -113,6 +114,19 @@ def test_a_value_that_is_held_is_not_copied_again(engine):
     assert engine.run("store", [0], [2]).nbytes == 0
     engine.run("load", [0], [5])
     assert engine.row(5)[:NBYTES] == bytes([1]) * NBYTES
+
+
+def test_a_job_takes_no_time_for_what_else_is_held(engine):
+    """On the engine's thread: a tier may hold a million chunks."""
+
+    class Values(OrderedDict):
+        def __iter__(self):
+            raise AssertionError("all that is held was looked at")
+
+    engine.run("store", [0, 1], [1, 2])
+    engine.tier._values = Values(engine.tier._values.items())
+    assert engine.run("store", [2, 3, 4], [3, 4, 5]).success
+    assert engine.run("load", [3, 4], [6, 7]).success
 
 
 @pytest.mark.parametrize("row", [ROWS, -1])

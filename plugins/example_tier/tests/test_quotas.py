@@ -107,6 +107,23 @@ def test_a_quota_below_one_chunk_has_room_for_none_and_is_no_error():
     assert bench.move([key_of("", 1)]).success
 
 
+def test_once_a_tenant_has_no_room_for_a_store_the_rest_of_it_is_declined_without_a_look(monkeypatch):
+    """Each look is one at all that the tenant has, on the engine's thread."""
+    bench, take = Bench(1000), TenantRoom.take
+    looked_for = []
+
+    def counts(room, key, spared):
+        looked_for.append(key)
+        return take(room, key, spared)
+
+    monkeypatch.setattr(TenantRoom, "take", counts)
+    keys = [key_of("blue", number) for number in range(8)]
+    assert set(bench.move(keys).successful_keys) == set(keys[:4])
+    assert looked_for == keys[:5]
+    assert bench.tier.stats()["dropped_quota"] == 4
+    assert bench.move([key_of("blue", 20)]).success, "the next store makes room again"
+
+
 @pytest.mark.parametrize("key", [key_of("red", 1), key_of("", 1)])
 def test_a_chunk_that_was_never_counted_may_leave(key):
     room = TenantRoom(QUOTAS.get, NBYTES)

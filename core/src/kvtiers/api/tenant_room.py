@@ -28,7 +28,10 @@ class TenantRoom:
         self._chunks: dict[str, dict[OffloadKey, None]] = {}
 
     def take(self, key: OffloadKey, spared: Collection[OffloadKey] = ()) -> list[OffloadKey] | None:
-        """Add a new chunk; return what is to be evicted for it, none of ``spared``. None: there is no room for it."""
+        """Add a new chunk; return what is to be evicted for it, none of ``spared``. None: there is no room for it.
+
+        Then all chunks of the tenant are spared, and each was looked at: do not ask for its others with these spared.
+        """
         tenant = tenant_of(key)
         quota = self._quota_of(tenant)
         if quota is None:

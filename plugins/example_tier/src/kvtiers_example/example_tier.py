@@ -28,6 +28,7 @@ from kvtiers.api import (
     TierContext,
     TierRequest,
     TransferJob,
+    tenant_of,
 )
 
 __all__ = ["ExampleSecondaryTier"]
@@ -153,17 +154,23 @@ class ExampleSecondaryTier(SecondaryTierManager):
             evicted, _ = self._values.popitem(last=False)  # never of this job: its keys are the last, and all fit
             if self._room is not None:
                 self._room.leave(evicted)
-        landed = {key for key, _, _ in move.values_to_write} if job.is_promotion else move.values.keys() & self._values
+        if job.is_promotion:
+            landed = {key for key, _, _ in move.values_to_write}
+        else:
+            landed = {key for key in move.values if key in self._values}
         success = landed == set(job.keys)
         nbytes = self._value_bytes * (len(move.rows_to_read) + len(move.values_to_write))
         self._finished.append(JobResult(job.job_id, success, None if success else landed, nbytes, move.seconds))
 
     def _keep(self, values: Mapping[OffloadKey, bytes]) -> None:
         """Hold the values of one store, those for which their tenant has no room excepted."""
+        full: set[str] = set()  # tenants that have nothing more to lose for this store
         for key, value in values.items():
             if self._room is not None and key not in self._values:
-                evicted = self._room.take(key, values.keys())
+                tenant = tenant_of(key)
+                evicted = None if tenant in full else self._room.take(key, values.keys())
                 if evicted is None:
+                    full.add(tenant)
                     self._declined += 1
                     continue
                 for old in evicted:
