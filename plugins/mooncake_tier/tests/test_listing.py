@@ -2,6 +2,7 @@
 
 import http.server
 import threading
+import tracemalloc
 from contextlib import contextmanager
 
 import pytest
@@ -60,13 +61,13 @@ def test_a_master_that_cannot_be_asked_is_named(options, expected):
 
 
 @contextmanager
-def web_server(status: int, body: bytes):
-    """Answer every request with this."""
+def web_server(status: int, body: bytes, length: int | None = None):
+    """Answer every request with this. ``length``: what it says that the answer has."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(body) if length is None else length))
             self.end_headers()
             self.wfile.write(body)
 
@@ -97,6 +98,24 @@ def test_what_is_no_serving_master_is_one_line(status, body, why):
         list(list_values(config(master_http=address), ""))
     assert f"http://{address}, which lists values" in str(refusal.value)
     assert "--metrics_port" in str(refusal.value)
+
+
+def test_a_list_of_names_that_ends_too_early_is_no_shorter_list():
+    """As of a master that is killed meanwhile: by a part of the names a tenant would have more room than it has."""
+    with web_server(200, b"others/1\n", length=1000) as address, pytest.raises(TierUnavailable, match="ends too early"):
+        list(list_values(config(master_http=address), "ns/"))
+
+
+def test_names_of_others_in_the_pool_take_no_memory():
+    body = b"".join(b"others/%060d\n" % number for number in range(100_000))
+    with web_server(200, body) as address:
+        tracemalloc.start()
+        try:
+            assert list(list_values(config(master_http=address), "ns/")) == []
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < len(body) // 4
 
 
 def test_a_server_that_is_not_there_is_one_line(shared_master, open_store):

@@ -54,13 +54,16 @@ class _HttpServer:
         self._connection.close()
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of all whole values that start with this."""
+        """Return the names of all whole values that start with this; of others' names, one at a time is in memory."""
+        begins = prefix.encode()
         try:
             with self._get("/get_all_keys") as answer:
-                lines = [line.decode("ascii", "replace").rstrip("\n") for line in answer]
+                found = [line.decode("ascii", "replace").rstrip("\n") for line in answer if line.startswith(begins)]
         except (OSError, http.client.HTTPException) as error:
             raise self._unavailable(error) from None
-        return [line for line in lines if line.startswith(prefix) and _NAME.fullmatch(line)]
+        if answer.length:  # reading by lines does not notice it
+            raise self._unavailable("its answer to /get_all_keys ends too early")
+        return [name for name in found if _NAME.fullmatch(name)]
 
     def entries(self, names: Sequence[str]) -> Iterator[StoreEntry]:
         """Yield those of these values that are still there, each with its length."""
