@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvtiers import ModelIdentity, open_client
+from kvtiers._log_queue import flush_logs
 from kvtiers.api import StartError
 from kvtiers.testing.running import run_together
 
@@ -354,6 +355,7 @@ def test_memory_that_tier_hosts_cannot_map_is_refused_or_values_in_it_pass_bounc
         assert client.put([b"key"], [memoryview(mapped)[:LARGE]]).stored == [True]
         assert client.get_into([b"key"], [memoryview(mapped)[LARGE : 2 * LARGE]]) == [True]
         assert client.stats()["direct_values"] == 0
+        flush_logs(PATIENCE)
         (line,) = [line for line in caplog.messages if "is not mapped" in line]
         assert "Operation not permitted" in line
     finally:
