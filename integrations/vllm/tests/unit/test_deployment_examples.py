@@ -115,6 +115,22 @@ def test_helms_mounts_have_their_volumes_and_the_config_is_where_it_is_looked_fo
     assert limit == request >= primary + OF_VLLM
 
 
+def test_helms_replicas_can_mount_the_models_files_on_any_node(model):
+    assert model["replicaCount"] > 1
+    assert model["pvcAccessMode"] == ["ReadWriteMany"]
+
+
+def test_helms_values_say_how_to_make_each_secret_and_config_map_that_its_pods_wait_for(model):
+    wanted = {("secret", model["hf_token"]["secretName"])}
+    for volume in model["extraVolumes"]:
+        wanted |= {("configmap", volume[kind]["name"]) for kind in volume if kind == "configMap"}
+        wanted |= {("secret", volume[kind]["secretName"]) for kind in volume if kind == "secret"}
+    made = re.findall(
+        r"^#   kubectl create (secret|configmap) (?:generic )?(\S+)", (HELM / "values.yaml").read_text(), re.MULTILINE
+    )
+    assert set(made) == wanted
+
+
 def test_helms_engine_ends_within_the_grace_period_that_kubernetes_gives_it(model):
     timeout = int(after(model["vllmConfig"]["extraArgs"], "--shutdown-timeout"))
     assert 30 > timeout > longest_end()
