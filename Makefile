@@ -28,8 +28,8 @@ TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:uti
 AZURITE := .azurite
 AZURITE_VERSION := 3.37.0
 
-# Processes that run the tests side by side: many of these wait for servers, hosts and deadlines.
-WORKERS ?= 2
+# Processes that run the tests side by side: on two cores a third one works while these wait for servers and deadlines.
+WORKERS ?= 3
 
 # The demo's tiers: Redis takes part where there is a server for it.
 DEMO := core replay plugins/example_tier plugins/fs_tier $(if $(shell command -v redis-server),plugins/redis_tier)
