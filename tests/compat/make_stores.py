@@ -1,7 +1,7 @@
 """Golden stores: what this release writes into a directory, a slab and Redis, kept to be read by every later release.
 
-``python tests/compat/make_stores.py``: writes ``stores/FORMAT.tar.gz`` if that is not there; a format that was released
-is never written again. Values are small, and follow from their numbers (``value``).
+``python tests/compat/make_stores.py``: writes ``stores/FORM-NUMBERS.tar.gz`` (``formats.py``) of each form that is not
+there; what was released is never written again. Values are small, and follow from their numbers (``value``).
 """
 
 import sys
@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from kvtiers import ModelIdentity, open_client
-from kvtiers.layout.seal import SEAL_FORMAT
 
 STORES = Path(__file__).with_name("stores")
 IDENTITY = ModelIdentity("golden/model", weights="w1")
@@ -75,17 +74,22 @@ def _put(client, numbers, length):
 
 
 def main():
-    path = STORES / f"{SEAL_FORMAT}.tar.gz"
-    if path.exists():
-        sys.exit(f"{path} is there: a released format is not written again")
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        for tier in tiers(root).values():
-            fill(tier)
-        with tarfile.open(path, "w:gz") as archive:
-            for entry in sorted(root.iterdir()):
-                archive.add(entry, entry.name)
-    sys.stdout.write(f"{path}: {path.stat().st_size} bytes\n")
+    from formats import FORMS, stem, stored_as  # not with an older release, which plays with the functions above
+
+    missing = {form: STORES / f"{stem(form)}.tar.gz" for form in FORMS}
+    missing = {form: path for form, path in missing.items() if not path.exists()}
+    for form, path in missing.items():
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as key_folder:
+            root = Path(folder)
+            of_tier, config, arguments = stored_as(form, Path(key_folder))
+            for tier in tiers(root).values():
+                fill(tier | of_tier, **config, **arguments)
+            with tarfile.open(path, "w:gz") as archive:
+                for entry in sorted(root.iterdir()):
+                    archive.add(entry, entry.name)
+        sys.stdout.write(f"{path}: {path.stat().st_size} bytes\n")
+    if not missing:
+        sys.exit("the stores of each form are there: what was released is not written again")
 
 
 if __name__ == "__main__":

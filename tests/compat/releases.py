@@ -136,9 +136,9 @@ def _are_of(release, files, tiers):
             assert Path(file).is_relative_to(HERE.parents[1]), f"{name} is not this source tree's: {file}"
 
 
-def command(release, folder, tier, *arguments):
-    """Run ``kvtiers store`` on this tier; return what it prints as JSON."""
-    config = {"version": 1, "namespace": "golden", "primary": {"capacity": "1MiB"}, "secondary": [tier]}
+def command(release, folder, tier, *arguments, **options):
+    """Run ``kvtiers store`` on this tier, with these options in its config; return what it prints as JSON."""
+    config = {"version": 1, "namespace": "golden", "primary": {"capacity": "1MiB"}, "secondary": [tier]} | options
     (folder / "tiers.yaml").write_text(json.dumps(config))
     where = [tier["name"], "--config", folder / "tiers.yaml", "--json", "--value-bytes", "4KiB"]
     return json.loads(said(python(release, "-c", _RUN_KVTIERS, "store", arguments[0], *where, *arguments[1:])))

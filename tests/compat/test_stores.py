@@ -1,8 +1,9 @@
 """Stores of earlier releases, and engines of two releases on one store at the same time.
 
 What a release wrote is read by those after it, or is a miss for them: never something else, never an error, and not
-harmed. ``stores/`` holds what each released format looks like (``make_stores.py``). The release after this one is
-played: a copy of core with another format number.
+harmed. ``stores/`` holds what each form of a stored value looks like in each released format (``make_stores.py``):
+plain, of a tenant, compressed, encrypted. The release after this one is played: a copy of core whose seals have the
+next number.
 """
 
 import importlib.util
@@ -21,9 +22,11 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
+from formats import FORMS, NEXT_SEAL, stem, stored_as  # noqa: E402
 from releases import at_once, command, filled, looked_for, play  # noqa: E402
 
-FORMATS = sorted(int(path.name.partition(".")[0]) for path in (HERE / "stores").glob("*.tar.gz"))
+STEMS = sorted(path.name.removesuffix(".tar.gz") for path in (HERE / "stores").glob("*.tar.gz"))
+KINDS = ("files", "slab", "redis")
 
 
 def module_of(path):
@@ -44,80 +47,143 @@ def redis_url(tmp_path_factory):
     server.stop()
 
 
+class Golden:
+    """The stores of one form, laid out, and how this release and the next look at one of them."""
+
+    def __init__(self, folder, redis_url, name):
+        self.folder, self.form = folder, name.partition("-")[0]
+        with tarfile.open(HERE / "stores" / f"{name}.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+        self.files = {
+            re.sub(r"/@[0-9a-f]{2}/", "/", str(path.relative_to(folder / "files"))): path.read_bytes()
+            for path in (folder / "files/golden").rglob("*")
+            if path.is_file()
+        }
+        with redis.Redis.from_url(redis_url) as client:
+            client.flushall()
+            for key, stored in self.files.items():  # a store of names and values has nothing of its own beside them
+                client.set(key, stored)
+        of_tier, self.config, arguments = stored_as(self.form, folder)
+        self.tiers = {kind: tier | of_tier for kind, tier in stores.tiers(folder, redis_url).items()}
+        self.options = self.config | arguments
+
+    def read(self, kind):
+        """Return which values this release finds; every byte of those is compared."""
+        return stores.read(self.tiers[kind], **self.options)
+
+    def looked_for(self, kind):
+        return looked_for(self.tiers[kind], **self.options)
+
+    def filled(self, kind):
+        return filled(self.tiers[kind], **self.options)
+
+    def command(self, release, kind, *arguments):
+        return command(release, self.folder, self.tiers[kind], *arguments, **self.config)
+
+    def values(self):
+        """Return what files hold of values, without the records of fingerprints."""
+        return {name: stored for name, stored in self.files.items() if "/_" not in name}
+
+
 @pytest.fixture
 def golden(tmp_path, redis_url):
-    """Return a function that lays out the stores of a format, and returns their tiers by name."""
-
-    def golden(number):
-        with tarfile.open(HERE / "stores" / f"{number}.tar.gz") as archive:
-            archive.extractall(tmp_path, filter="data")
-        tiers = stores.tiers(tmp_path, redis_url)
-        client = redis.Redis.from_url(redis_url)
-        client.flushall()
-        for path in (tmp_path / "files/golden").rglob("*"):
-            if path.is_file():  # a store of names and values has nothing of its own: it holds what files hold
-                client.set(re.sub(r"/@[0-9a-f]{2}/", "/", str(path.relative_to(tmp_path / "files"))), path.read_bytes())
-        client.close()
-        return tiers
-
-    return golden
+    """Return a function that lays out the stores of this name."""
+    return lambda name: Golden(tmp_path, redis_url, name)
 
 
 @pytest.fixture(scope="session")
 def next_release(tmp_path_factory):
-    """Return the folder of a copy of core whose seals have the next format number."""
+    """Return the folder of a copy of core whose plain seals have the next format number."""
     folder = tmp_path_factory.mktemp("next")
     shutil.copytree(REPOSITORY / "core/src/kvtiers", folder / "kvtiers", ignore=shutil.ignore_patterns("__pycache__"))
     seal = folder / "kvtiers/layout/seal.py"
     text = seal.read_text()
     assert f"\nSEAL_FORMAT = {SEAL_FORMAT}\n" in text
-    seal.write_text(text.replace(f"\nSEAL_FORMAT = {SEAL_FORMAT}\n", f"\nSEAL_FORMAT = {SEAL_FORMAT + 1}\n"))
+    seal.write_text(text.replace(f"\nSEAL_FORMAT = {SEAL_FORMAT}\n", f"\nSEAL_FORMAT = {NEXT_SEAL}\n"))
     return folder
 
 
-def test_each_released_format_has_its_stores():
-    assert list(range(1, SEAL_FORMAT + 1)) == FORMATS, "run make_stores.py when a format gets its number"
+def test_each_form_of_this_release_has_its_stores():
+    assert {stem(form) for form in FORMS} <= set(STEMS), "run make_stores.py when a format gets its number"
+    assert {name.partition("-")[0] for name in STEMS} == FORMS.keys()
 
 
-@pytest.mark.parametrize("kind", ["files", "slab", "redis"])
-@pytest.mark.parametrize("number", FORMATS)
-def test_a_store_of_a_released_format_is_read_or_missed_and_every_command_works_on_it(golden, tmp_path, number, kind):
-    tier = golden(number)[kind]
-    found = stores.read(tier)
-    assert all(found) if number == SEAL_FORMAT else not any(found)
-    verdict = "ok" if number == SEAL_FORMAT else "older"
-    assert len(command(None, tmp_path, tier, "ls")["values"]) == stores.COUNT
-    assert command(None, tmp_path, tier, "du")["total"]["values"] == stores.COUNT
-    assert command(None, tmp_path, tier, "verify")[verdict]["values"] == stores.COUNT
-    gone = command(None, tmp_path, tier, "prune", "--older-format")["total"]["values"]
-    assert gone == (0 if number == SEAL_FORMAT else stores.COUNT)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_store_holds_what_its_name_says(golden, form):
+    """So that no form is read back that was never written."""
+    laid_out = golden(stem(form))
+    values = laid_out.values()
+    assert len(values) == stores.COUNT
+    begin = bytes(stores.value(0)[:100])
+    assert any(stored.startswith(begin) for stored in values.values()) == (form in ("plain", "tenant"))
+    assert all(stored.startswith(b"kvtPACK\n") for stored in values.values()) == (form == "compressed")
+    assert all(name.startswith("golden/t-blue/") for name in values) == (form == "tenant")
+    assert all(re.search("/k[0-9a-f]{88}$", name) for name in values) == (form == "encrypted")
+    if form != "compressed":  # whose seal is inside
+        head = b"kvtSEAL\n" + FORMS[form][0].to_bytes(4, "little")
+        assert {stored[-64:-52] for stored in values.values()} == {head}
+    lengths = [laid_out.command(None, kind, "du")["total"]["bytes"] for kind in ("slab", "files")]
+    assert lengths == [sum(map(len, values.values()))] * 2
 
 
-@pytest.mark.parametrize("kind", ["files", "slab", "redis"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STEMS)
+def test_a_store_of_a_released_format_is_read_or_missed_and_every_command_works_on_it(golden, name, kind):
+    laid_out = golden(name)
+    is_read = name == stem(laid_out.form)
+    found = laid_out.read(kind)
+    assert all(found) if is_read else not any(found)
+    assert len(laid_out.command(None, kind, "ls")["values"]) == stores.COUNT
+    assert laid_out.command(None, kind, "du")["total"]["values"] == stores.COUNT
+    assert laid_out.command(None, kind, "verify")["ok" if is_read else "older"]["values"] == stores.COUNT
+    gone = laid_out.command(None, kind, "prune", "--older-format")["total"]["values"]
+    assert gone == (0 if is_read else stores.COUNT)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [*(("plain", kind) for kind in KINDS), ("tenant", "files"), ("compressed", "files")]
+)
 def test_the_next_release_misses_what_this_one_wrote_and_prunes_it_and_this_one_prunes_nothing_newer(
-    golden, tmp_path, next_release, kind
+    golden, next_release, form, kind
 ):
-    tier = golden(SEAL_FORMAT)[kind]
-    assert not any(*play(next_release, looked_for(tier)))
-    assert all(stores.read(tier)), "the next release has harmed them by reading"
-    assert command(next_release, tmp_path, tier, "verify")["older"]["values"] == stores.COUNT
-    assert (
-        command(next_release, tmp_path, tier, "prune", "--older-format", "--dry-run")["total"]["values"] == stores.COUNT
-    )
-    assert command(next_release, tmp_path, tier, "prune", "--older-format")["total"]["values"] == stores.COUNT
-    assert command(None, tmp_path, tier, "du")["total"]["values"] == 0
-    assert all(play(next_release, filled(tier), looked_for(tier))[1])
-    assert not any(stores.read(tier)), "this release reads what the next one wrote"
-    assert command(None, tmp_path, tier, "verify")["foreign"]["values"] == stores.COUNT
-    assert command(None, tmp_path, tier, "prune", "--older-format")["total"]["values"] == 0
-    assert all(*play(next_release, looked_for(tier)))
+    laid_out = golden(stem(form))
+    assert not any(*play(next_release, laid_out.looked_for(kind)))
+    assert all(laid_out.read(kind)), "the next release has harmed them by reading"
+    assert laid_out.command(next_release, kind, "verify")["older"]["values"] == stores.COUNT
+    dry = laid_out.command(next_release, kind, "prune", "--older-format", "--dry-run")
+    assert dry["total"]["values"] == stores.COUNT
+    assert laid_out.command(next_release, kind, "prune", "--older-format")["total"]["values"] == stores.COUNT
+    assert laid_out.command(None, kind, "du")["total"]["values"] == 0
+    assert all(play(next_release, laid_out.filled(kind), laid_out.looked_for(kind))[1])
+    assert not any(laid_out.read(kind)), "this release reads what the next one wrote"
+    assert laid_out.command(None, kind, "verify")["foreign"]["values"] == stores.COUNT
+    assert laid_out.command(None, kind, "prune", "--older-format")["total"]["values"] == 0
+    assert all(*play(next_release, laid_out.looked_for(kind)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_encrypted_is_read_by_a_next_release_that_has_another_plain_seal_and_the_way_back(
+    golden, next_release, kind
+):
+    laid_out = golden(stem("encrypted"))
+    assert all(*play(next_release, laid_out.looked_for(kind)))
+    assert laid_out.command(next_release, kind, "verify")["ok"]["values"] == stores.COUNT
+    assert laid_out.command(next_release, kind, "prune", "--older-format")["total"]["values"] == 0
+    play(next_release, filled(laid_out.tiers[kind], range(12, 24), **laid_out.options))
+    assert all(stores.read(laid_out.tiers[kind], range(24), **laid_out.options))
+
+
+@pytest.mark.parametrize("form", ["plain", "tenant", "encrypted"])
 def test_two_releases_over_one_directory_and_one_redis_at_once_give_no_wrong_byte_and_both_have_hits(
-    tmp_path, redis_url, next_release
+    tmp_path, redis_url, next_release, form
 ):
-    """Two engines of this release and two of the next, which all want the same values, under the same names."""
+    """Two engines of this release and two of the next, which all want the same values, under the same names.
+
+    The next one has another plain seal, and the same encrypted one: so each finds the other's encrypted values.
+    """
+    _, config, arguments = stored_as(form, tmp_path)
     tiers = [tier for name, tier in stores.tiers(tmp_path, redis_url).items() if name != "slab"]
-    found = at_once([None, next_release] * 2, tiers, seconds=4)
+    shared = form == "encrypted"
+    found = at_once([None, next_release] * 2, tiers, seconds=4, disjoint=shared, **config, **arguments)
     assert [one["wrong"] for one in found] == [0] * 4
-    assert all(one["loaded"] > 0 for one in found), found
+    assert all(one["of_others" if shared else "loaded"] > 0 for one in found), found

@@ -70,9 +70,10 @@ def test_where_another_policy_would_pay_and_which_prompts_exceed_the_budgets_is_
     tier = {"type": "memory", "capacity": "1GiB"}
     text = "\n".join(finding.text for finding in examine(config("100GiB", (tier,)), machine()))
     assert (
-        "'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for, up to 7 points"
-        in text
+        "'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for: on public chat "
+        "traces by up to 7 points" in text
     )
+    assert "Here that is not known: 'record' the requests" in text
     assert "7 GPU seconds of each million prompt tokens" in text
     assert (
         "budgets: 25GiB of the primary for each tier's transfers, 50GiB for all tiers together; prompts with more"

@@ -11,7 +11,7 @@ from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.what_if import keys_only
 from kvtiers.what_if.keys_only import Case, CaseTier, KeysOnlyStack, ServedRequest
 
-from .harness import Bench, chain
+from .harness import HIT, Bench, chain
 
 WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0, clean_reserve=0.5)
 HOUR = 3600.0
@@ -180,3 +180,25 @@ def test_engines_over_one_store_write_a_system_prompt_once_and_few_tails(policy,
     assert [SharedStore.writes[key] for key in system] == [1] * 4
     assert SharedStore.writes.total() < 0.6 * 3 * 200 * 12
     assert all(engine.stats()["tiers"]["shared"]["declined_cascades"] > 500 for engine in engines)
+
+
+@pytest.mark.parametrize("policy", ["lru", "turn-hazard"])
+def test_which_tier_a_chunk_goes_to_is_decided_by_what_each_may_lose(policy):
+    """One tier may lose hardly a hit, and another one many: what the second declines is in the first, and found."""
+    names = {"careful": 0.0001, "thrifty": 0.5}
+    tiers = tuple(CaseTier(name, admission="expected-reuse", may_lose=share) for name, share in names.items())
+    engine, requests = KeysOnlyStack(Case(160, policy, tiers)), list(questions(0))
+    for request in requests:
+        engine.serve(request)
+    every = [key for request in requests for key in request.keys]
+    held = {name: {key for key in every if engine.stores[name].lookup_many([key], None) == [HIT]} for name in names}
+    assert held["thrifty"].issuperset(requests[0].keys[:4]), "the system prompt is worth a write to both"
+    assert held["careful"].issuperset(requests[0].keys[:4])
+    assert len(held["careful"] - held["thrifty"]) > 0.3 * 200 * 12
+    hits = {name: figures["hits"] for name, figures in engine.stats()["tiers"].items()}
+    alone = [request for request in requests[:150] if request.keys[4] in held["careful"] - held["thrifty"]]
+    for request in alone[:20]:
+        assert engine.serve(request) > 4
+    found = {name: figures["hits"] - hits[name] for name, figures in engine.stats()["tiers"].items()}
+    assert found["careful"] >= 20
+    assert found["thrifty"] == 0

@@ -112,8 +112,8 @@ def _encryption_problems(config: OffloadConfig) -> list[str]:
         if tier.encrypt and load_tier(tier.type).kind == "manager"
     ]
     problems += [
-        f"{where}: compression: encrypted values are not compressed: their bytes have no pattern; leave 'compression' "
-        "out, or write 'encrypt: false' to store them in clear"
+        f"{where}: compression: encrypted values are not compressed: their length would show what is in them; leave "
+        "'compression' out, or write 'encrypt: false' to store them in clear"
         for where, tier in _placed(config.secondary)
         if tier.encrypt and tier.compression != "none"
     ]

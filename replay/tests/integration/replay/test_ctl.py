@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -136,6 +137,53 @@ def test_an_engine_that_serves_is_warmed_from_a_tier_by_its_trace(engine) -> Non
     assert answer["ended"] in {"done", "the primary is full"}
     assert answer["loaded"] > 0
     assert engine.status()["commands"][-1]["command"].startswith("warm-end id=")
+
+
+def test_top_shows_what_an_engine_does_in_columns_of_80_and_for_programs(engine) -> None:
+    """Its figures are the engine's own: a figure of another name would be 0 here, or an error."""
+
+    def measured() -> dict:
+        done = CliRunner().invoke(cli, ["top", "--once", "--json", "--interval", "1"])
+        found = {one["pid"]: one for one in json.loads(done.stdout)}
+        return found.get(engine.process.pid, {"tiers": {}})
+
+    flows = ("hits_per_second", "read_bytes_per_second", "written_bytes_per_second")
+    seen: list[dict] = []
+
+    def has_moved() -> bool:
+        seen.append(measured())
+        tier = seen[-1]["tiers"].get("memory")
+        return tier is not None and all(tier[flow] > 0 for flow in flows) and seen[-1]["hit_rate"] is not None
+
+    before = engine.status()
+    wait_until(has_moved)
+    after, mine = engine.status(), seen[-1]
+    tier = mine["tiers"]["memory"]
+    for figure, shown in (("hits", "hits"), ("loaded_bytes", "read_bytes"), ("stored_bytes", "written_bytes")):
+        assert before["tiers"]["memory"][figure] <= tier[shown] <= after["tiers"]["memory"][figure], shown
+    assert (tier["state"], tier["switch"], tier["breaker"]) == ("in use", "on", "closed")
+    assert mine["hit_rate"] > 0
+    assert 0 < mine["hit_rate_so_far"] <= 1
+    assert mine["step_share"] > 0
+    assert mine["steps_per_second"] > 0
+    assert 0 <= mine["free_rows"] <= mine["rows"] == after["figures"]["rows"]
+    assert tier["saved_seconds"] is not None
+
+    found: list[str] = []
+
+    def is_on_the_screen() -> bool:
+        done = CliRunner().invoke(cli, ["top", "--once", "--interval", "1"])
+        lines = done.stdout.splitlines()
+        mine = [at for at, line in enumerate(lines) if f"process {engine.process.pid}:" in line]
+        found[:] = lines[mine[0] : mine[0] + 4] if mine else []
+        return bool(found)
+
+    wait_until(is_on_the_screen)
+    assert max(map(len, found)) <= 80
+    summary = r"  hits [\d.]+ % now, [\d.]+ % in all, [\d,]+ of [\d,]+ rows free, [\d.]+ % of the thread"
+    assert re.fullmatch(summary, found[1]), found[1]
+    assert found[2].split()[:3] == ["tier", "state", "hits/s"]
+    assert re.match(r"memory +in use +[\d.k]+ +\d\.\d{3} +\d\.\d{3} ", found[3]), found[3]
 
 
 def test_a_tier_is_switched_off_and_on_and_the_status_says_so(engine) -> None:
