@@ -153,17 +153,28 @@ class Engine:
         max_tokens: int,
         salt: str | None = None,
         adapter: dict[str, Any] | None = None,
+        params: list[dict[str, Any] | None] | None = None,
     ) -> dict[str, Any]:
+        """Answer prompts. ``params``: the kv_transfer_params of each."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         inputs = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        samplings = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": given} if given else None,
+            )
+            for given in params or [None] * len(prompts)
+        ]
         lora = None
         if adapter is not None:
             reload = adapter.get("reload", False)
             lora = LoRARequest(adapter["name"], adapter["number"], adapter["path"], load_inplace=reload)
-        results = self._llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
+        results = self._llm.generate(inputs, samplings, use_tqdm=False, lora_request=lora)
         return {
             "tokens": [list(result.outputs[0].token_ids) for result in results],
             "cached": [result.num_cached_tokens or 0 for result in results],
