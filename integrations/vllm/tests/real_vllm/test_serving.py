@@ -84,7 +84,7 @@ class Server:
             text = answer.read()
         return json.loads(text) if text else None
 
-    def complete(self, prompt, tokens=8):
+    def complete(self, prompt, tokens=8, **more):
         answer = self.post(
             "/v1/completions",
             model=str(self.model),
@@ -93,6 +93,7 @@ class Server:
             temperature=0,
             ignore_eos=True,
             return_token_ids=True,
+            **more,
         )
         return answer["choices"][0]["token_ids"]
 
@@ -153,7 +154,7 @@ def switched(model, tmp_path_factory):
     """A server that has nothing but the variable."""
     folder = tmp_path_factory.mktemp("switched")
     config = folder / "tiers.yaml"
-    config.write_text(json.dumps(whole_stack(fs(folder / "store"))["kvtiers_config"]))
+    config.write_text(json.dumps(whole_stack(fs(folder / "store"), options={"tenants": {}})["kvtiers_config"]))
     server = Server(model, None, folder / "log", KVTIERS_CONFIG=str(config))
     yield server
     server.kill()
@@ -321,6 +322,18 @@ def test_weights_that_a_server_reloads_on_request_are_others(switched, truth):
     assert switched.complete(first) == truth[tuple(first)]
     switched.until(lambda: switched.figures(stored)["fs"] == before + chunks)
     assert switched.figures(loaded).get("fs", 0) == loaded_before, "their version was not named"
+
+
+def test_the_field_of_a_request_over_http_keeps_its_rows_and_refuses_a_wrong_tenant(switched):
+    def figure(name):
+        (value,) = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", switched.get("/metrics"), re.MULTILINE) or ["0"]
+        return float(value)
+
+    prompt = make_prompt(8, 6 * BLOCK + 1)
+    switched.complete(prompt, kv_transfer_params={"kvtiers": {"tenant": "blue", "ttl": "1h"}})
+    switched.until(lambda: figure("kvtiers_primary_kept_rows") == 6)
+    switched.complete(prompt, kv_transfer_params={"kvtiers": {"tenant": "not a name"}})
+    switched.until(lambda: figure("kvtiers_refused_tenants_total") == 1)
 
 
 @pytest.fixture
