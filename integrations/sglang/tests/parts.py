@@ -13,6 +13,8 @@ from sglang.srt.mem_cache.device_pool_info import (
     MLABufferInfo,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -170,6 +172,8 @@ class Server:
 def _tensors(pool: Any) -> list[torch.Tensor]:
     if isinstance(pool, MambaPoolHost):
         return [pool.temporal_buffer, *pool.conv_buffer]
+    if isinstance(pool, DSAIndexerPoolHost):
+        return [pool.index_k_with_scale_buffer]
     return [pool.kv_buffer]
 
 
@@ -218,3 +222,28 @@ def mamba_pool(layers: int = 2, *, allocator: str = "default") -> MambaPoolHost:
     )
     kind: Any = {"pin_memory": False, "device": "cpu", "layout": "page_first", "allocator_type": allocator}
     return MambaPoolHost(info, 2.0, 0, device_capacity=16, **kind)
+
+
+def indexer_pool(
+    anchor: MLATokenToKVPoolHost, *, skips: Sequence[bool] = (False, True, False), allocator: str = "default"
+) -> DSAIndexerPoolHost:
+    """Return the index keys of DeepSeek's sparse attention, in the slots of a KV pool with pages of 64 tokens.
+
+    ``skips``: for each layer whether it uses the choice of the layer before, and has no index keys.
+    """
+    rank, rope = anchor.kv_lora_rank, anchor.qk_rope_head_dim
+    on_device = DSATokenToKVPool(
+        TOKENS,
+        anchor.page_size,
+        rank,
+        torch.bfloat16,
+        rope,
+        len(skips),
+        "cpu",
+        128,
+        False,
+        rank + rope,
+        skip_topk_layers=list(skips),
+    )
+    decl = make_dsa_indexer_pool_decl(on_device)
+    return DSAIndexerPoolHost(decl, anchor, pin_memory=False, allocator_type=allocator)

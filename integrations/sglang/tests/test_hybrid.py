@@ -32,8 +32,8 @@ def test_our_names_of_the_policies_are_sglangs():
 
 @pytest.fixture
 def hybrid(serve):
-    """A model with full attention and a recurrent state, and one more pool of the KV's shape."""
-    return lambda: serve(mha_pool(), sidecars={"mamba": mamba_pool(), "indexer": mha_pool()})
+    """A model with full attention and a recurrent state, and a draft model's pool of the KV's shape."""
+    return lambda: serve(mha_pool(), sidecars={"mamba": mamba_pool(), "draft": mha_pool()})
 
 
 def transfer(name, keys, slots=None, policy=PoolHitPolicy.ALL_PAGES):
@@ -66,11 +66,11 @@ def test_states_are_restored_where_they_were_taken_and_nowhere_else(hybrid):
 def test_a_sidecar_that_ends_earlier_ends_the_prefix_of_the_model(hybrid):
     server = hybrid()
     keys, _ = server.store(pages=4)
-    put(server, "indexer", keys[:2], 1)
-    found = server.backend.batch_exists_v2(keys, [transfer("indexer", None)])
+    put(server, "draft", keys[:2], 1)
+    found = server.backend.batch_exists_v2(keys, [transfer("draft", None)])
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [1, 2])
     put(server, "mamba", [keys[2]], 1)
-    both = [transfer("indexer", None), transfer("mamba", [""], policy=PoolHitPolicy.TRAILING_PAGES)]
+    both = [transfer("draft", None), transfer("mamba", [""], policy=PoolHitPolicy.TRAILING_PAGES)]
     found = server.backend.batch_exists_v2(keys, both)
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (0, [])
 
@@ -78,23 +78,23 @@ def test_a_sidecar_that_ends_earlier_ends_the_prefix_of_the_model(hybrid):
 def test_pools_of_the_same_shape_and_key_never_give_each_others_pages(hybrid):
     server = hybrid()
     keys, content = server.store(pages=2)
-    slots = server.take(2, "indexer")
-    before = server.fill(slots, 5, "indexer")
-    assert server.backend.batch_get_v2([transfer("indexer", keys, slots)]) == {"indexer": [False, False]}
-    assert server.content(slots, "indexer") == before
-    other = put(server, "indexer", keys, 6)
+    slots = server.take(2, "draft")
+    before = server.fill(slots, 5, "draft")
+    assert server.backend.batch_get_v2([transfer("draft", keys, slots)]) == {"draft": [False, False]}
+    assert server.content(slots, "draft") == before
+    other = put(server, "draft", keys, 6)
     assert server.load(keys) == ([True, True], content)
-    assert server.backend.batch_get_v2([transfer("indexer", keys, slots)]) == {"indexer": [True, True]}
-    assert server.content(slots, "indexer") == other
+    assert server.backend.batch_get_v2([transfer("draft", keys, slots)]) == {"draft": [True, True]}
+    assert server.content(slots, "draft") == other
 
 
 def test_several_pools_in_one_call_and_what_does_not_fit_is_a_miss_of_its_pool_alone(hybrid):
     server = hybrid()
     keys = server.keys(2)
-    slots, too_few = server.take(2, "indexer"), server.take(1, "mamba")
-    server.fill(slots, 1, "indexer")
-    stored = server.backend.batch_set_v2([transfer("indexer", keys, slots), transfer("mamba", keys, too_few)])
-    assert stored == {"indexer": [True, True], "mamba": [False, False]}
-    assert server.backend.batch_get_v2([transfer("draft", keys, slots)]) == {"draft": [False, False]}
-    assert server.backend.batch_get_v2([transfer("indexer", keys, None)]) == {"indexer": [False, False]}
+    slots, too_few = server.take(2, "draft"), server.take(1, "mamba")
+    server.fill(slots, 1, "draft")
+    stored = server.backend.batch_set_v2([transfer("draft", keys, slots), transfer("mamba", keys, too_few)])
+    assert stored == {"draft": [True, True], "mamba": [False, False]}
+    assert server.backend.batch_get_v2([transfer("swa", keys, slots)]) == {"swa": [False, False]}
+    assert server.backend.batch_get_v2([transfer("draft", keys, None)]) == {"draft": [False, False]}
     assert server.backend.batch_exists_v2(keys, None).kv_hit_pages == 0

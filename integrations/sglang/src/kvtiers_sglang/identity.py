@@ -22,6 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvtiers import ModelIdentity
 from kvtiers.api import ConfigError
 from kvtiers.model_files import commit_of, digest_of, digest_of_file
@@ -42,6 +44,7 @@ _COMPUTED_BY = (
     "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile",
     "decrypted_config_file", "qsa_indexer_dtype",
 )  # fmt: skip
+_INDEX_KEYS = ("index_head_dim", "quant_block_size", "index_page_size", "index_kpool", "index_kpool_compress")
 _DRAFTED_BY = (
     "speculative_algorithm", "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
     "speculative_draft_load_format", "decrypted_draft_config_file", "context_length",
@@ -214,6 +217,8 @@ def _facts(pool_name: str, pool: Any, sizes: list[int], storage: Any, arguments:
     buffers = [getattr(info, "buffers", None) for info in getattr(pool, "_buffer_infos", ())]
     facts["on_device"] = [str(getattr(each, "layout", "")) for each in buffers]
     facts |= {name: getattr(storage, name) for name in ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")}
+    if (declared := getattr(pool, "decl", None)) is not None:
+        facts["indexer"] = _indexer(declared)
     facts["computed_by"] = {name: _of(arguments, name) for name in _COMPUTED_BY}
     # A replicated pool is written by one rank and read by all, of any number. Heads are always sharded.
     is_sharded = hasattr(pool, "head_num")
@@ -225,3 +230,12 @@ def _facts(pool_name: str, pool: Any, sizes: list[int], storage: Any, arguments:
     if not storage.is_mla_model or pool_name == _STATES or is_sharded:
         facts |= {name: getattr(storage, name) for name in ("tp_rank", "tp_size")}
     return facts
+
+
+def _indexer(declared: Any) -> dict[str, Any]:
+    """Return what decides the bytes of an indexer's page: its layers and the shape of its keys.
+
+    ``declared``: SGLang's declaration of the pool. On ROCm the keys of a page are in another order than on CUDA.
+    """
+    facts = {name: getattr(declared.device_pool, name, None) for name in _INDEX_KEYS}
+    return facts | {"layers": declared.owned_device_layers, "rocm": torch.version.hip is not None}
