@@ -96,8 +96,8 @@ def try_it(compose: list[str], folder: Path) -> None:
             sys.exit(f"error: ports {one} and {other} answer differently")
         return grows(hits, other, found)
 
-    run("up", "--build", "--detach")
     try:
+        run("up", "--build", "--detach")
         for name in replicas:
             until(f"{name} serves", lambda name=name: get(ports[name], "/health") == "", START_SECONDS)
         until(f"{replicas[1]} has found what {replicas[0]} computed", lambda: shares(first, second))
@@ -131,6 +131,9 @@ def main() -> None:
         sys.exit(f"error: {options.compose!r} does not run: install Docker with Compose, or name another by --compose")
     if not (options.folder / "compose.yaml").exists():
         sys.exit(f"error: {options.folder} has no compose.yaml: name the folder of the example, or a copy of it")
+    listed = [*compose, "ps", "--quiet"]
+    if subprocess.run(listed, cwd=options.folder, check=True, capture_output=True, text=True).stdout.strip():
+        sys.exit("error: containers of this example run already, and would be killed and removed: end them first")
     try_it(compose, options.folder)
 
 

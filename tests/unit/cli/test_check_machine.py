@@ -73,7 +73,7 @@ def test_where_another_policy_would_pay_and_which_prompts_exceed_the_budgets_is_
         "'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for: on public chat "
         "traces by up to 7 points" in text
     )
-    assert "Here that is not known: 'record' the requests" in text
+    assert "For your requests that is not known: 'record' the requests" in text
     assert "7 GPU seconds of each million prompt tokens" in text
     assert (
         "budgets: 25GiB of the primary for each tier's transfers, 50GiB for all tiers together; prompts with more"

@@ -89,8 +89,8 @@ def _eviction(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # 
             "ok",
             "eviction: lru; 'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for: "
             "on public chat traces by up to 7 points of hits, which are 7 GPU seconds of each million prompt tokens at "
-            "10,000 tokens/s. Here that is not known: 'record' the requests, and 'kvtiers plan --trace' says how many "
-            "of both it would be",
+            "10,000 tokens/s. For your requests that is not known: 'record' the requests, and 'kvtiers plan --trace' "
+            "says how many of both it would be",
         )
 
 
