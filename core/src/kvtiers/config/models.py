@@ -263,7 +263,7 @@ class OffloadConfig(StrictModel):
     events: EventsConfig | None = Field(default=None, description="publish KV events, for llm-d's and Dynamo's routers")
     what_if: bool = Field(
         default=False,
-        description="shadow caches of keys alone, for 'kvtiers status --what-if'; at most 0.5% of a core, some 90 MiB",
+        description="shadow caches of keys alone, for 'kvtiers status --what-if'; about 0.5% of a core, some 90 MiB",
     )
 
     tenants: TenantsConfig | None = Field(
