@@ -27,6 +27,7 @@ for ranks in "" "--workers 2"; do  # one rank in the engine's process; two that 
         --blocks-per-chunk 3 --concurrency 8 --step-tokens 4096 $ranks
 done
 step gpu_copy 300 "$python" benchmarks/gpu_copy.py ${GPU_BENCH_ARGS:-}
+step client_gpu 120 "$python" benchmarks/client_gpu.py ${GPU_BENCH_ARGS:-}
 step region_start 120 "$python" benchmarks/region_start.py ${GPU_BENCH_ARGS:-}
 if "$python" -c 'import kvtiers_transformers, transformers' 2>/dev/null; then
     step transformers 240 "$python" -m pytest integrations/transformers/tests/test_device.py -m gpu -q -p no:cacheprovider

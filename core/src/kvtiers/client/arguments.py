@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from kvtiers._failures import error_text
 from kvtiers.api import ConfigError, OffloadKey, make_offload_key
-from kvtiers.client.buffers import Bytes, Views, length_of, parts_of
+from kvtiers.client.buffers import Part, Views, length_of, parts_of
 from kvtiers.client.rows import Claims
 from kvtiers.client.state import ClientState
+from kvtiers.gpu.copier import CudaError
 from kvtiers.layout.tenants import Tenants
 
 __all__ = ["Arguments", "Value"]
@@ -23,7 +24,7 @@ class Value(NamedTuple):
 
     key: OffloadKey
     nbytes: int
-    parts: list[list[Bytes]]
+    parts: list[list[Part]]
     places: list[int]
     claimed: list[tuple[int, int]] | None = None
     """Where its parts lie in the client's region; None: not all of them do."""
@@ -76,7 +77,7 @@ class Arguments:
             try:
                 parts = parts_of(view, writable=writable)
                 group = self._groups.get(length_of(parts))
-            except (TypeError, ValueError, BufferError) as error:
+            except (TypeError, ValueError, BufferError, CudaError, OSError) as error:
                 self._state.refuse(error_text(error))
                 continue
             if group is None or not _is_key(key, whose):

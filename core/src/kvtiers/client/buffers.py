@@ -1,53 +1,75 @@
 """Values in a caller's memory: one buffer or several, which are gathered into a row and scattered from it.
 
-Copies are numpy's, which releases the GIL meanwhile: other callers and the driver go on.
+Copies of host memory are numpy's, which releases the GIL meanwhile: other callers and the driver go on. Those of GPU
+memory are left to ``gpu/cuda/buffers.py``, for a whole piece at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Views", "gather", "length_of", "parts_of", "scatter"]
+from kvtiers.gpu.cuda.buffers import CudaBuffer, cuda_buffer
+
+__all__ = ["Bytes", "Part", "Views", "gather", "length_of", "parts_of", "scatter"]
 
 Views: TypeAlias = Any
-"""A value in the caller's memory: a C-contiguous buffer, or a list or tuple of them, one behind the other."""
+"""A value in the caller's memory: a C-contiguous buffer, or a list or tuple of them, one behind the other.
+
+A buffer is of host memory (the buffer protocol), or of GPU memory (``__cuda_array_interface__``).
+"""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Part: TypeAlias = Bytes | CudaBuffer
 
 
-def parts_of(value: Views, *, writable: bool) -> list[Bytes]:
+def parts_of(value: Views, *, writable: bool) -> list[Part]:
     """Return the parts of a value as bytes. TypeError or ValueError if one is no such buffer, or cannot be written."""
-    parts = [_flat(part) for part in (value if isinstance(value, list | tuple) else (value,))]
-    if writable and not all(part.flags.writeable for part in parts):
-        raise ValueError("a buffer to read into is read-only")
-    return parts
+    return [_flat(part, writable=writable) for part in (value if isinstance(value, list | tuple) else (value,))]
 
 
-def _flat(part: Any) -> Bytes:
+def _flat(part: Any, *, writable: bool) -> Part:
+    if (there := cuda_buffer(part, writable=writable)) is not None:
+        return there
     view = memoryview(part)
+    if writable and view.nbytes and view.readonly:
+        raise ValueError("a buffer to read into is read-only")
     return np.frombuffer(view if view.contiguous else view.cast("B"), np.uint8) if view.nbytes else _EMPTY
 
 
 _EMPTY = np.empty(0, np.uint8)
 
 
-def length_of(parts: Sequence[Bytes]) -> int:
+def length_of(parts: Sequence[Part]) -> int:
     """Return the length of a value in bytes."""
     return sum(part.nbytes for part in parts)
 
 
-def gather(parts: Sequence[Bytes], row: Bytes) -> None:
-    """Copy the parts into the row, one behind the other."""
-    at = 0
-    for part in parts:
-        np.copyto(row[at : at + part.nbytes], part)
-        at += part.nbytes
+def gather(parts: Sequence[Part], row: Bytes) -> list[tuple[CudaBuffer, Bytes]]:
+    """Copy the parts into the row, one behind the other; return those in GPU memory, with their places, for a copy."""
+    left = []
+    for part, place in _places(parts, row):
+        if isinstance(part, CudaBuffer):
+            left.append((part, place))
+        else:
+            np.copyto(place, part)
+    return left
 
 
-def scatter(row: Bytes, parts: Sequence[Bytes]) -> None:
-    """Copy what ``gather`` has left in the row back into such parts."""
+def scatter(row: Bytes, parts: Sequence[Part]) -> list[tuple[CudaBuffer, Bytes]]:
+    """Copy what ``gather`` has left in the row back into such parts; return those in GPU memory, as ``gather``."""
+    left = []
+    for part, place in _places(parts, row):
+        if isinstance(part, CudaBuffer):
+            left.append((part, place))
+        else:
+            np.copyto(part, place)
+    return left
+
+
+def _places(parts: Sequence[Part], row: Bytes) -> Iterator[tuple[Part, Bytes]]:
     at = 0
     for part in parts:
-        np.copyto(part, row[at : at + part.nbytes])
+        if part.nbytes:
+            yield part, row[at : at + part.nbytes]
         at += part.nbytes

@@ -48,12 +48,14 @@ class PutResult:
 class Client:
     """Reads and writes values by their keys, in the tiers of a config. Made by ``open_client``. Any thread.
 
-    A key is 1 to 65,531 bytes that name exactly this content: a key that is stored already is not stored again. A value
-    is a C-contiguous buffer or a list of them, one behind the other, whose length is one of the client's
-    ``value_bytes``; of another length it is not stored, and not found. ``timeout``: seconds in which the call ends, by
-    default the client's; what is not done by then is False in its result. ``tenant``: whose values they are, by default
-    the client's; another one's, or those of none, are never found, stored or removed. No call raises: mistakes,
-    failures and a closed client are results too, counted in ``stats``, and logged with backoff.
+    A key is 1 to 65,531 bytes that name exactly this content: a key that is stored already is not stored again. A
+    value is a C-contiguous buffer or a list of them, one behind the other, whose length is one of the client's
+    ``value_bytes``; of another length it is not stored, and not found. A buffer lies in host memory (``memoryview``)
+    or in a GPU's (``__cuda_array_interface__``: CUDA tensors of torch); a call waits for the work queued on such a
+    buffer's stream, torch's current one, and its own copies have ended when it does. ``timeout``: seconds in which
+    the call ends, by default the client's; what is not done by then is False in its result. ``tenant``: whose values
+    they are, by default the client's; another one's, or those of none, are never found, stored or removed. No call
+    raises: mistakes, failures and a closed client are results too, counted in ``stats``, and logged with backoff.
     """
 
     def __init__(
@@ -238,6 +240,8 @@ class Client:
             return PutResult([False] * len(keys))
         until = self._until(timeout)
         values = self._arguments.values(keys, views, tenant, writable=False)
+        if not self._pieces.settle(values, until):
+            return PutResult([False] * len(keys), error="the GPU has not ended its work on the values in time")
         todo = self._pieces.cut(values)
         stored = [False] * len(keys)
         tiers: dict[str, int] = {}
@@ -268,8 +272,11 @@ class Client:
         in_place: bool,
     ) -> list[bool]:
         until = self._until(timeout)
-        todo = self._pieces.cut(self._arguments.values(keys, views, tenant, writable=True))
+        values = self._arguments.values(keys, views, tenant, writable=True)
         found = [False] * len(keys)
+        if not self._pieces.settle(values, until):
+            return found
+        todo = self._pieces.cut(values)
         with closing(self._pieces.moved(Get, todo, until, in_place=in_place)) as pieces:
             for some, request in pieces:
                 self._pieces.scatter(some, request, found)

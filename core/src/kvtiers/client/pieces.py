@@ -15,11 +15,12 @@ from collections.abc import Collection, Generator, Sequence
 from typing import TypeVar
 
 from kvtiers.client.arguments import Value
-from kvtiers.client.buffers import gather, scatter
+from kvtiers.client.buffers import Bytes, gather, scatter
 from kvtiers.client.driver import Driver
 from kvtiers.client.requests import Get, Put, Task
 from kvtiers.client.rows import BounceRows, RowLease
 from kvtiers.client.state import ClientState
+from kvtiers.gpu.cuda.buffers import CudaBuffer
 from kvtiers.region.claims import ClaimState, ClaimTable
 
 __all__ = ["JOB_BYTES", "Pieces"]
@@ -42,6 +43,15 @@ class Pieces:
         self._driver = driver
         self._rows = rows
         self._state = state
+
+    def settle(self, values: Sequence[Value], until: float) -> bool:
+        """Wait until a GPU has ended its queued work on values in its memory; return whether it has until then."""
+        given = (part for value in values for parts in value.parts for part in parts)
+        buffers = [part for part in given if isinstance(part, CudaBuffer)]
+        if not buffers or self._rows.cuda.settle(buffers, until):
+            return True
+        self._state.count(expired_calls=1)
+        return False
 
     def cut(self, values: Sequence[Value]) -> deque[Sequence[Value]]:
         """Return the pieces of a call, in each of which all values are claimed or none is."""
@@ -86,13 +96,16 @@ class Pieces:
 
     def scatter(self, some: Sequence[Value], request: Get, found: list[bool]) -> None:
         """Copy what a piece has brought into its views, and note in ``found`` which values of the call are there."""
+        on_gpu: list[tuple[CudaBuffer, Bytes]] = []
         for value in some:
             if (row := request.found.get(value.key)) is not None:
                 for place, parts in zip(value.places, value.parts, strict=True):
                     if row < self._rows.count:
-                        scatter(self._rows.row(row, value.nbytes), parts)
+                        on_gpu += scatter(self._rows.row(row, value.nbytes), parts)
                     found[place] = True
                 self._state.count(found_bytes=value.nbytes)
+        if on_gpu:
+            self._rows.cuda.copy(on_gpu, into_rows=False)
 
     def _begin(
         self,
@@ -117,12 +130,15 @@ class Pieces:
         some, rest = piece[: len(lease.rows)], piece[len(lease.rows) :]
         if rest:
             todo.appendleft(rest)
+        on_gpu: list[tuple[CudaBuffer, Bytes]] = []
         try:
             for row, value in zip(lease.rows, some, strict=True):
                 if claims is not None:
                     claims.table.open(row, value.claimed or (), in_place=in_place)
                 elif kind is Put:
-                    gather(value.parts[0], self._rows.row(row, value.nbytes))
+                    on_gpu += gather(value.parts[0], self._rows.row(row, value.nbytes))
+            if on_gpu:
+                self._rows.cuda.copy(on_gpu, into_rows=True)
             request = kind([value.key for value in some], lease, until)
         except BaseException:
             lease.release()

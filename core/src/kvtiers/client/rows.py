@@ -20,7 +20,8 @@ import numpy as np
 
 from kvtiers.api import StartError
 from kvtiers.api.units import format_size
-from kvtiers.client.buffers import Bytes
+from kvtiers.client.buffers import Bytes, Part
+from kvtiers.gpu.cuda.buffers import CudaBuffer, CudaBuffers
 from kvtiers.region.claims import RECORD_BYTES, ClaimTable
 from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, create_memfd, detach_in_children, map_memory, prefer_huge_pages
@@ -194,6 +195,7 @@ class BounceRows(RowNumbers):
             os.close(self._fd)
             raise
         prefer_huge_pages(self._mapping)
+        self.cuda = CudaBuffers(self.view)
         if self._callers is not None:
             self._callers.keep()
         self._region = slice(region_at, region_at + region_bytes)
@@ -253,6 +255,7 @@ class BounceRows(RowNumbers):
 
     def close(self) -> None:
         """Release the memory, after ``end``; a call that is copying keeps it mapped until it has done so."""
+        self.cuda.close()
         if self.claims is not None:
             self.claims.table.close()
         if self._callers is not None:
@@ -279,7 +282,7 @@ class Claims(RowNumbers):
         self.place = place
         self._begin, self._end = address, address + len(table.region)
 
-    def parts_of(self, value: Sequence[Bytes]) -> list[tuple[int, int]] | None:
+    def parts_of(self, value: Sequence[Part]) -> list[tuple[int, int]] | None:
         """Return where the parts of a value lie in the region; None unless all of them lie in the caller's region.
 
         Parts that follow each other are one.
@@ -288,6 +291,8 @@ class Claims(RowNumbers):
         for part in value:
             if not part.nbytes:
                 continue
+            if isinstance(part, CudaBuffer):
+                return None
             start = part.__array_interface__["data"][0]
             if not self._begin <= start <= self._end - part.nbytes:
                 return None

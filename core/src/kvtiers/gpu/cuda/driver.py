@@ -17,7 +17,7 @@ from typing import Any
 from kvtiers.gpu.copier import CudaError, LostDeviceError
 from kvtiers.gpu.copy_plan import Indexes
 
-__all__ = ["MAX_ENTRIES", "CudaDriver", "KernelParams"]
+__all__ = ["MAX_ENTRIES", "CudaDriver", "KernelParams", "device_of"]
 
 MAX_ENTRIES = 330
 """Blocks of one launch: they travel as the kernel's arguments, which may take 4 KiB."""
@@ -27,6 +27,8 @@ _ORDER_STREAM, _ORDER_ANY = 1, 3  # CUmemcpySrcAccessOrder
 _REGISTER_FLAGS = 0x1 | 0x2  # portable, mapped
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _EVENT_SLEEPS, _EVENT_UNTIMED = 0x1, 0x2
+_STREAM_NON_BLOCKING = 0x1
+_POINTER_DEVICE = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _QUICK_BATCH = 32
 """A batch of this many takes some 0.1 ms; getting the interpreter back from a busy engine takes 5 ms."""
 _MOST_IN_BATCH = 256
@@ -110,7 +112,17 @@ class CudaDriver:
         finally:
             self._quick.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
-    # -- events
+    # -- streams and events
+
+    def new_stream(self) -> int:
+        """Return a new stream, which does not wait for the legacy stream."""
+        stream = ctypes.c_void_p()
+        self._check("cuStreamCreate", self._quick.cuStreamCreate(ctypes.byref(stream), _STREAM_NON_BLOCKING))
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream that ``new_stream`` has made."""
+        self._check("cuStreamDestroy", self._quick.cuStreamDestroy_v2(stream))
 
     def new_event(self, *, timed: bool = False) -> int:
         """Return a new event; waiting for it sleeps instead of spinning."""
@@ -220,10 +232,32 @@ class CudaDriver:
             raise CudaError(f"{call} on cuda:{self.device} failed: {self._describe(status)}")
 
     def _describe(self, status: int) -> str:
-        name, text = ctypes.c_char_p(), ctypes.c_char_p()
-        self._quick.cuGetErrorName(status, ctypes.byref(name))
-        self._quick.cuGetErrorString(status, ctypes.byref(text))
-        return f"{(name.value or b'?').decode()} ({(text.value or b'?').decode()})"
+        return _describe(self._quick, status)
+
+
+def device_of(address: int) -> int:
+    """Return the device whose memory lies at this address. CudaError if it is no device's; OSError without a driver."""
+    driver = _initialised()
+    device = ctypes.c_int()
+    status = driver.cuPointerGetAttribute(ctypes.byref(device), _POINTER_DEVICE, address)
+    if status != _SUCCESS:
+        raise CudaError(f"no GPU memory at {address:#x}: {_describe(driver, status)}")
+    return device.value
+
+
+@functools.cache
+def _initialised() -> Any:
+    driver = _load(ctypes.PyDLL)
+    if (status := driver.cuInit(0)) != _SUCCESS:
+        raise CudaError(f"cuInit failed: {_describe(driver, status)}")
+    return driver
+
+
+def _describe(driver: Any, status: int) -> str:
+    name, text = ctypes.c_char_p(), ctypes.c_char_p()
+    driver.cuGetErrorName(status, ctypes.byref(name))
+    driver.cuGetErrorString(status, ctypes.byref(text))
+    return f"{(name.value or b'?').decode()} ({(text.value or b'?').decode()})"
 
 
 def _load(kind: type[ctypes.CDLL]) -> Any:
@@ -237,6 +271,9 @@ def _load(kind: type[ctypes.CDLL]) -> Any:
         "cuEventSynchronize": [handle],
         "cuEventElapsedTime": [handle, handle, handle],
         "cuEventDestroy_v2": [handle],
+        "cuPointerGetAttribute": [handle, number, handle],
+        "cuStreamCreate": [handle, number],
+        "cuStreamDestroy_v2": [handle],
         "cuStreamQuery": [handle],
         "cuStreamSynchronize": [handle],
         "cuLaunchKernel": [handle, *[number] * 7, handle, handle, handle],
