@@ -8,7 +8,7 @@ import torch
 
 from kvtiers import Client
 from kvtiers_transformers.geometry import Geometry, ValueKind
-from kvtiers_transformers.values import Restored
+from kvtiers_transformers.values import Restored, views_of
 
 __all__ = ["Reader", "key_of"]
 
@@ -83,17 +83,15 @@ class Reader:
 
     def _get(self, kind: ValueKind, prompt: _Prompt, first: int, end: int, restored: Restored) -> int:
         each = max(1, _GROUP_BYTES // kind.nbytes)
-        on_device = kind.parts[0].device.type == "cuda"
-        memory = torch.empty((min(each, end - first), kind.nbytes), dtype=torch.uint8, pin_memory=on_device)
+        memory = torch.empty((min(each, end - first), kind.nbytes), dtype=torch.uint8, device=kind.parts[0].device)
         for start in range(first, end, each):
             stop = min(start + each, end)
             rows = memory[: stop - start]
             keys = [key_of(link, kind) for link in prompt.chain[start:stop]]
-            views = [row.numpy() for row in rows]
-            found = self._client.get_into(keys, views, _left(prompt.until), tenant=prompt.tenant)
+            found = self._client.get_into(keys, views_of(rows), _left(prompt.until), tenant=prompt.tenant)
             if not all(found):
                 return start + found.index(False)
-            restored.put(kind, start, rows.to(kind.parts[0].device) if on_device else rows)
+            restored.put(kind, start, rows)
         return end
 
 

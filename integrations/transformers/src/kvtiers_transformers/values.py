@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvtiers_transformers.geometry import Geometry, Part, ValueKind
 
-__all__ = ["Frozen", "Restored", "freeze", "held", "pack"]
+__all__ = ["Frozen", "Restored", "freeze", "held", "pack", "views_of"]
 
 
 class Frozen:
@@ -42,6 +42,11 @@ def held(kind: ValueKind, frozen: Frozen, chunk: int, chunk_tokens: int) -> bool
     assert part.rows_at is not None
     first = frozen.tokens - frozen.tensors[0].shape[part.rows_at]
     return first <= max(0, end - kind.rows) and end <= frozen.tokens
+
+
+def views_of(values: torch.Tensor) -> list[Any]:
+    """Return each value of [values, nbytes] as a client takes it, on the host or on a GPU."""
+    return [value if value.is_cuda else value.numpy() for value in values]
 
 
 def pack(kind: ValueKind, frozen: Frozen, chunk: int, chunk_tokens: int, into: torch.Tensor) -> None:

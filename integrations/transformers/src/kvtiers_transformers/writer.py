@@ -18,7 +18,7 @@ import torch
 
 from kvtiers import Client
 from kvtiers_transformers.geometry import ValueKind
-from kvtiers_transformers.values import Frozen, pack
+from kvtiers_transformers.values import Frozen, pack, views_of
 
 __all__ = ["Writer"]
 
@@ -122,35 +122,20 @@ class Writer:
             stream.wait_event(job.computed)
         stored = 0
         each = max(1, _GROUP_BYTES // job.kind.nbytes)
-        memory = torch.empty(
-            (min(each, len(job.chunks)), job.kind.nbytes), dtype=torch.uint8, pin_memory=stream is not None
-        )
-        for start in range(0, len(job.chunks), each):
-            chunks = job.chunks[start : start + each]
-            with torch.cuda.stream(stream):  # none: nothing to change
-                for row, chunk in zip(memory, chunks, strict=False):
-                    _pack(job, chunk, row)
-            if stream is not None:
-                stream.synchronize()
-            views = [row.numpy() for row in memory[: len(chunks)]]
-            result = self._client.put(job.keys[start : start + each], views, tenant=job.tenant)
-            stored += sum(result.stored)
-            if result.error:
-                _log.warning(
-                    "transformers: %d of %d values are not stored: %s",
-                    len(chunks) - sum(result.stored),
-                    len(chunks),
-                    result.error,
-                )
+        with torch.cuda.stream(stream):  # none: nothing to change; the client waits for what is queued on it
+            memory = torch.empty((min(each, len(job.chunks)), job.kind.nbytes), dtype=torch.uint8, device=device)
+            for start in range(0, len(job.chunks), each):
+                chunks = job.chunks[start : start + each]
+                rows = memory[: len(chunks)]
+                for row, chunk in zip(rows, chunks, strict=True):
+                    pack(job.kind, job.frozen, chunk, job.chunk_tokens, row)
+                result = self._client.put(job.keys[start : start + each], views_of(rows), tenant=job.tenant)
+                stored += sum(result.stored)
+                if result.error:
+                    _log.warning(
+                        "transformers: %d of %d values are not stored: %s",
+                        len(chunks) - sum(result.stored),
+                        len(chunks),
+                        result.error,
+                    )
         return stored
-
-
-def _pack(job: _Job, chunk: int, row: torch.Tensor) -> None:
-    devices = {part.device for part in job.kind.parts}
-    if len(devices) == 1 and job.computed is not None:
-        # Many small pieces: gathered on the device, they cross to the host as one.
-        gathered = torch.empty(len(row), dtype=torch.uint8, device=devices.pop())
-        pack(job.kind, job.frozen, chunk, job.chunk_tokens, gathered)
-        row.copy_(gathered, non_blocking=True)
-    else:
-        pack(job.kind, job.frozen, chunk, job.chunk_tokens, row)
