@@ -1,4 +1,7 @@
-"""Prefetches of engines that start together: each chunk comes from the far tier once, whatever becomes of an engine."""
+"""Prefetches of engines that start together: each chunk comes from the far tier once, whatever becomes of an engine.
+
+With the near tier's lock file, and without one.
+"""
 
 import errno
 import os
@@ -6,8 +9,10 @@ import os
 import pytest
 
 from kvtiers.tiering.fetch_once import FetchRights, Turn
+from kvtiers.tiering.machine_locks import FileLocks, SocketLocks
 
 from .harness import Bench, chain
+from .test_machine_locks import wait_opened
 from .test_prefetch import warm
 
 KEYS = chain("h", 40)
@@ -16,15 +21,18 @@ KEYS = chain("h", 40)
 class Herd:
     """Engines with one near tier and one far tier, in the same state; a step of each in turn is a round."""
 
-    def __init__(self, count, *, hold=False, scope=None, rows=128):
+    def __init__(self, count, lock_file, *, hold=False):
+        near = {"shareable": True, "lock_file": lock_file}
         self.benches = [
-            Bench(rows=rows, tiers={"near": {"shareable": True}, "far": {"read_only": True}}, hold=hold)
-            for _ in range(count)
+            Bench(rows=128, tiers={"near": near, "far": {"read_only": True}}, hold=hold) for _ in range(count)
         ]
         for bench in self.benches:
             bench.tier["near"].values = self.benches[0].tier["near"].values
             bench.tier["far"].values = self.benches[0].tier["far"].values
-            bench.manager._prefetches._rights._scope = lambda: scope or f"test-{os.getpid()}-{id(self)}"
+            rights = bench.manager._prefetches._rights
+            rights._scope = lambda: f"test-{os.getpid()}-{id(self)}"
+            rights._locks(lock_file, bench.clock.now)
+        wait_opened()  # the clock of these tests does not go on meanwhile
         self.benches[0].tier["far"].put(KEYS)
         self.all = self.benches
 
@@ -43,12 +51,20 @@ class Herd:
             assert not bench.manager._prefetches._rights._held
 
 
+@pytest.fixture(params=["a lock file", "no lock file"])
+def lock_file(request, tmp_path):
+    if request.param == "no lock file":
+        return None
+    (path := tmp_path / "file").touch()
+    return path
+
+
 @pytest.fixture
-def herd():
+def herd(lock_file):
     herds = []
 
-    def made(*args, **more):
-        herds.append(Herd(*args, **more))
+    def made(count, **more):
+        herds.append(Herd(count, lock_file, **more))
         return herds[-1]
 
     yield made
@@ -86,7 +102,7 @@ def test_two_prefetches_of_one_engine_share_what_they_fetch(herd):
 
 
 def test_an_engine_that_ends_in_the_midst_leaves_its_chunks_to_the_others(herd):
-    """Its sockets are closed by the kernel, as here by hand."""
+    """Its locks are dropped by the kernel, as here by hand."""
     two = herd(2, hold=True)
     gone, other = two.benches
     warm(gone, KEYS, tier="far")
@@ -129,10 +145,11 @@ def test_without_a_near_tier_or_rights_each_engine_fetches_for_itself(herd, monk
             bench.tier["near"].raises.add("submit_store")
     if what == "no descriptors":
 
-        def none(self, key):
+        def none(self, name):
             raise OSError(errno.EMFILE, "none left")
 
-        monkeypatch.setattr(FetchRights, "_bound", none)
+        monkeypatch.setattr(FileLocks, "lock", none)
+        monkeypatch.setattr(SocketLocks, "lock", none)
     for bench in two.benches:
         warm(bench, KEYS, tier="far")
     assert two.run() == [40] * 2
@@ -161,19 +178,60 @@ def test_whatever_ends_a_prefetch_no_right_is_left(herd, what):
     assert not bench.manager._prefetches._rights._held
 
 
-def test_a_right_is_one_engines_and_bounded():
+def take(rights, key, lock_file, now):
+    """Take a right, when the lock file is open."""
+    if rights._locks(lock_file, now) is None:
+        wait_opened()
+    return rights.take(key, lock_file, now)
+
+
+def test_a_right_is_one_engines_and_bounded(lock_file):
     one, other, foreign = (FetchRights(4 << 20, lambda scope=scope: scope) for scope in ("s", "s", "t"))
     try:
-        assert one.take(b"k", 0.0) is Turn.OWN
-        assert other.take(b"k", 0.0) is Turn.ANOTHERS
-        assert one.take(b"k", 0.0) is one.take(b"k", 60.0) is Turn.ANOTHERS, "of another prefetch of the same engine"
-        assert foreign.take(b"k", 0.0) is Turn.OWN, "other values"
+        assert take(one, b"k", lock_file, 0.0) is Turn.OWN
+        assert take(other, b"k", lock_file, 0.0) is Turn.ANOTHERS
+        again = [take(one, b"k", lock_file, now) for now in (0.0, 60.0)]
+        assert again == [Turn.ANOTHERS] * 2, "of another prefetch of the same engine"
+        assert take(foreign, b"k", lock_file, 0.0) is Turn.OWN, "other values"
         one.release([b"k", b"unknown"])
-        assert other.take(b"k", 1.0) is Turn.OWN
+        assert take(other, b"k", lock_file, 1.0) is Turn.OWN
         for number in range(15):
-            assert one.take(b"m%d" % number, 0.0) is Turn.OWN
-        assert one.take(b"n", 0.0) is Turn.OWN
-        assert one.take(b"o", 0.0) is Turn.LATER
+            assert take(one, b"m%d" % number, lock_file, 0.0) is Turn.OWN
+        assert take(one, b"n", lock_file, 0.0) is Turn.OWN
+        assert take(one, b"o", lock_file, 0.0) is Turn.LATER
     finally:
         for each in (one, other, foreign):
             each.release_all()
+
+
+def test_rights_are_those_of_the_engines_that_share_the_near_tier(tmp_path):
+    """Two directories with the same path in two containers have nothing of each other's."""
+    (here := tmp_path / "here").touch()
+    (there := tmp_path / "there").touch()
+    one, other = FetchRights(4 << 20, lambda: "s"), FetchRights(4 << 20, lambda: "s")
+    try:
+        assert take(one, b"k", here, 0.0) is take(other, b"k", there, 0.0) is Turn.OWN
+        assert take(one, b"l", there, 0.0) is Turn.OWN, "an engine's near tier may become another one"
+        assert take(other, b"l", there, 0.0) is Turn.ANOTHERS
+    finally:
+        one.release_all()
+        other.release_all()
+
+
+def test_a_lock_file_that_cannot_be_used_gives_rights_as_without_one(tmp_path):
+    missing = tmp_path / "missing"
+    one, other = FetchRights(4 << 20, lambda: "s"), FetchRights(4 << 20, lambda: "s")
+    try:
+        locks = one._files[missing] = FileLocks(missing)
+        with locks._handover:
+            assert one.take(b"k", missing, 0.0) is Turn.LATER, "it is being opened"
+        assert take(one, b"k", missing, 0.0) is Turn.OWN
+        assert take(other, b"k", missing, 0.0) is Turn.ANOTHERS
+        missing.touch()
+        assert take(one, b"l", missing, 20.0) is Turn.OWN
+        assert take(other, b"l", missing, 20.0) is Turn.ANOTHERS
+        one.release([b"k", b"l"])
+        assert take(other, b"l", missing, 20.0) is Turn.OWN
+    finally:
+        one.release_all()
+        other.release_all()

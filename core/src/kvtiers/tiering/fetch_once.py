@@ -3,22 +3,22 @@
 Engines that start together want the same chunks. Where a tier before the far one is shared by a machine's processes
 (``TierConfig.shareable``) and takes stores, one engine has the right to fetch a chunk: it asks the near tier once more,
 fetches the chunk from the far one, stores it in the near one, and releases the right. The others wait for that, and
-then load from the near tier. A right is the name of an abstract socket: it takes no file and no call that waits, and
-ends with its process, however that ends. Nothing depends on it but bytes: an engine that has waited for long fetches
-by itself.
+then load from the near tier. Nothing depends on a right but bytes: an engine that has waited for long fetches by
+itself.
 
-Names are those of a user and a network namespace: containers with networks of their own do not share rights.
+A right is a lock (``machine_locks.py``) on a byte of the near tier's lock file (``TierConfig.shared_lock_file``), so
+that those who share the near tier share rights, containers included. Where it has no such file, or one that cannot be
+used, a right is the name of an abstract socket.
 """
 
 import enum
-import errno
 import hashlib
-import os
-import socket
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from kvtiers.api import OffloadKey
+from kvtiers.tiering.machine_locks import FileLocks, SocketLocks
 
 __all__ = ["AGAIN_SECONDS", "FetchRights", "Turn"]
 
@@ -27,7 +27,6 @@ AGAIN_SECONDS = 0.05
 _PATIENCE = 10.0  # for the engine that has one
 _BYTES, _FEWEST, _MOST = 64 << 20, 16, 256  # of chunks at a time, between right and store
 _MOST_REFUSED = 8192  # of which it is remembered since when
-_PREFIX = "kvtiers-fetch-"
 
 
 class Turn(enum.Enum):
@@ -36,7 +35,7 @@ class Turn(enum.Enum):
     OWN = "own"
     ANOTHERS = "another's"
     LATER = "later"
-    """This engine has as many rights as it may have."""
+    """This engine has as many rights as it may have, or the lock file is being opened."""
 
 
 class FetchRights:
@@ -45,29 +44,39 @@ class FetchRights:
     def __init__(self, chunk_bytes: int, scope: Callable[[], str]) -> None:
         self._most = min(_MOST, max(_FEWEST, _BYTES // max(1, chunk_bytes)))
         self._scope = scope
-        self._held: dict[OffloadKey, socket.socket | None] = {}
+        self._sockets = SocketLocks()
+        self._files: dict[Path, FileLocks] = {}
+        self._held: dict[OffloadKey, tuple[FileLocks | SocketLocks, bytes] | None] = {}
         self._refused_at: dict[OffloadKey, float] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._held
 
-    def take(self, key: OffloadKey, now: float) -> Turn:
-        """Take the right to fetch a chunk, if it is free, or has been another engine's for long."""
+    def take(self, key: OffloadKey, lock_file: Path | None, now: float) -> Turn:
+        """Take the right to fetch a chunk, if it is free, or has been another engine's for long.
+
+        ``lock_file``: of the near tier.
+        """
         if len(self._held) >= self._most:
             return Turn.LATER
         if key in self._held:  # another prefetch of this engine has it
             return Turn.ANOTHERS
-        since = self._refused_at.get(key)
+        locks = self._locks(lock_file, now)
+        if locks is None:
+            return Turn.LATER
+        name = hashlib.blake2b(f"{self._scope()}/".encode() + key, digest_size=20).digest()
+        right: tuple[FileLocks | SocketLocks, bytes] | None = (locks, name)
         try:
-            right = self._bound(key)
-        except OSError as error:
-            is_taken = error.errno == errno.EADDRINUSE
-            if is_taken and (since is None or now - since < _PATIENCE):
+            is_free = locks.lock(name)
+        except OSError:  # as where there are no descriptors left: it is fetched without a right
+            is_free, right = True, None
+        if not is_free:
+            if now - self._refused_at.get(key, now) < _PATIENCE:
                 if len(self._refused_at) >= _MOST_REFUSED:
                     self._refused_at.clear()
                 self._refused_at.setdefault(key, now)
                 return Turn.ANOTHERS
-            right = None  # without one, as where there are no descriptors left
+            right = None
         self._refused_at.pop(key, None)
         self._held[key] = right
         return Turn.OWN
@@ -77,20 +86,22 @@ class FetchRights:
         for key in keys:
             self._refused_at.pop(key, None)
             if (right := self._held.pop(key, None)) is not None:
-                right.close()
+                locks, name = right
+                locks.unlock(name)
 
     def release_all(self) -> None:
-        """Release all rights."""
+        """Release all rights, and close the lock files."""
         self.release(list(self._held))
+        for locks in self._files.values():
+            locks.close()
 
-    def _bound(self, key: OffloadKey) -> socket.socket | None:
-        if sys.platform != "linux":
+    def _locks(self, lock_file: Path | None, now: float) -> FileLocks | SocketLocks | None:
+        """Return the locks that stand for rights; None: that is being found out."""
+        if lock_file is None or sys.platform != "linux":
+            return self._sockets
+        if (locks := self._files.get(lock_file)) is None:
+            locks = self._files[lock_file] = FileLocks(lock_file)
+        is_usable = locks.are_usable(now)
+        if is_usable is None:
             return None
-        name = hashlib.blake2b(f"{os.getuid()}/{self._scope()}/".encode() + key, digest_size=20).hexdigest()
-        right = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            right.bind(f"\0{_PREFIX}{name}")
-        except OSError:
-            right.close()
-            raise
-        return right
+        return locks if is_usable else self._sockets

@@ -136,7 +136,7 @@ class Questions:
             return answer
         if key in one.rights:
             return _tier_with(key, way.after)
-        turn = self._take_right(one, key, now)
+        turn = self._take_right(one, key, way.near, now)
         if turn is Turn.ANOTHERS:
             return _Answer.ANOTHERS
         if turn is Turn.LATER:
@@ -145,12 +145,12 @@ class Questions:
             way.near.ask_again([key])
         return _Answer.OPEN
 
-    def _take_right(self, one: Prefetch, key: OffloadKey, now: float) -> Turn:
+    def _take_right(self, one: Prefetch, key: OffloadKey, near: TierSlot, now: float) -> Turn:
         """Take the right to fetch a chunk, also from a prefetch of this engine that comes after this one."""
         owner = next((other for other in self._all if key in other.rights), None) if key in self._rights else None
         if owner is not None:
             owner.rights.discard(key)
-        turn = Turn.OWN if owner is not None else self._rights.take(key, now)
+        turn = Turn.OWN if owner is not None else self._rights.take(key, near.options.lock_file, now)
         if turn is Turn.OWN:
             one.rights.add(key)
         return turn

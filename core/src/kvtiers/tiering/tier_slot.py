@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from kvtiers._failures import log_with_backoff
@@ -49,6 +50,8 @@ class TierOptions:
     chunks: int | None = None
     shareable: bool = False
     """Several processes may have its store open, and each finds what the others have written."""
+    lock_file: Path | None = None
+    """A file that these processes share, whatever container they are in."""
 
 
 @runtime_checkable

@@ -8,7 +8,10 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from kvtiers.api import Duration, Size, TierConfig
 
-__all__ = ["FEWEST_SEGMENTS", "FsConfig"]
+__all__ = ["FEWEST_SEGMENTS", "FORMAT_FILE", "FsConfig"]
+
+FORMAT_FILE = ".kvtiers-fs"
+"""The file in the directory that says what made it, and in which layout."""
 
 FEWEST_SEGMENTS = 8
 """Segments of a slab at least, whatever the capacity."""
@@ -68,6 +71,11 @@ class FsConfig(TierConfig):
     fsync: bool = Field(default=False, description="wait at each write until the value would survive a power cut")
     mode: Mode = Field(default="0600", description="permissions of files; directories get theirs to match")
     group: str = Field(default="", description="group of all files, by name or number: its members may share them")
+
+    @property
+    def shared_lock_file(self) -> Path:
+        """The format file: a directory of either layout has one for as long as it is there."""
+        return self.path / FORMAT_FILE
 
     @field_validator("path")
     @classmethod

@@ -8,12 +8,11 @@ import stat
 from pathlib import Path
 
 from kvtiers.api import ConfigError, TierUnavailable
-from kvtiers_fs.config import FsConfig
+from kvtiers_fs.config import FORMAT_FILE, FsConfig
 from kvtiers_fs.directory import TEMP_PREFIX, Directory, Permissions
 
-__all__ = ["FORMAT", "FORMAT_FILE", "SLAB_DIRECTORY", "open_root"]
+__all__ = ["FORMAT", "SLAB_DIRECTORY", "open_root"]
 
-FORMAT_FILE = ".kvtiers-fs"
 FORMAT = b"kvtiers-fs 1\n"
 SLAB_DIRECTORY = b"kvtiers-fs-slab 1\n"
 _LAYOUTS = {"files": FORMAT, "slab": SLAB_DIRECTORY}
