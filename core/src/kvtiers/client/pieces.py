@@ -28,7 +28,7 @@ __all__ = ["JOB_BYTES", "Pieces"]
 JOB_BYTES = 16 << 20
 """The most bytes of one piece in bounce rows: the next one is gathered while its host works on it."""
 _CLAIMED_BYTES = 64 << 20  # of a piece that is not gathered: its host has enough to do
-_MOST_PIECES = {True: 3, False: 16}  # of one call at a time: of a get, whose rows wait to be scattered, and of a put
+_MOST_PIECES = 16  # of one call at a time
 _RELEASE_SECONDS = 0.05  # for the driver to drop what has not begun: nothing depends on it
 _REVOKE_SECONDS = 0.002  # how often a claim is tried again that a host is using
 _COPYING_SECONDS = 0.1  # for a host to end a copy into a caller's memory
@@ -75,7 +75,7 @@ class Pieces:
         begun: deque[tuple[Sequence[Value], _Moving]] = deque()
         try:
             while todo or begun:
-                if todo and len(begun) < _MOST_PIECES[kind is Get]:
+                if todo and self._may_begin(kind, todo[0], begun):
                     # Not waited for while this call has some rows: they may be all that there are.
                     piece = self._begin(kind, todo, until, 0.0 if begun else until, in_place=in_place)
                     if piece is not None:
@@ -93,6 +93,18 @@ class Pieces:
             for some, request in begun:
                 self._revoke(some, request)
                 request.release()
+
+    def _may_begin(
+        self, kind: type[_Moving], piece: Sequence[Value], begun: Collection[tuple[Sequence[Value], _Moving]]
+    ) -> bool:
+        """Return whether one more piece may be in flight; those of a get leave other calls half of the rows.
+
+        Its rows are free again when they have been scattered, in the call's order, which may take longer than reading.
+        """
+        claims = self._rows.claims if piece[0].claimed is not None else None
+        used = sum(len(some) for some, _ in begun)
+        half = (self._rows if claims is None else claims).count // 2
+        return not begun or (len(begun) < _MOST_PIECES and (kind is Put or used + len(piece) <= half))
 
     def scatter(self, some: Sequence[Value], request: Get, found: list[bool]) -> None:
         """Copy what a piece has brought into its views, and note in ``found`` which values of the call are there."""

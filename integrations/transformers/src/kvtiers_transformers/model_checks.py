@@ -4,11 +4,12 @@ Before: a few tokens are computed, in one go and in two. What a cache restores i
 depend on what follows it, and if the model continues from a cache of several tokens as it would have gone on itself.
 Most do; some that look at a whole prompt at once do not.
 
-Each time: the model is the one that its identity was computed of. A pass over the modules and tensors takes about a
-millisecond. Weights that were changed are recognised by their place, by their version, which PyTorch counts with each
-write, and by some of their numbers: it does not count what is written through ``.data``.
+Each time: the model is the one that its identity was computed of. Weights that were changed are recognised by their
+place, by their version, which PyTorch counts with each write, and by some of their numbers: it does not count what is
+written through ``.data``.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from transformers import DynamicCache
 from kvtiers.api import ConfigError
 from kvtiers_transformers.geometry import Geometry, geometry_of
 from kvtiers_transformers.identity import config_digest
-from kvtiers_transformers.weights import tensors_of
 
 __all__ = ["ModelGuard", "base_model", "probe"]
 
@@ -78,44 +78,62 @@ class ModelGuard:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        if problem := self._hooked():
-            raise ConfigError(f"{problem}, so that its KV may be another one than its weights give")
-        self._weights = self._versions()
-        self._samples = self._sampled()
+        tensors, problem = self._walk()
+        if problem:
+            raise ConfigError(f"{problem}; what the model computes may be another KV than its weights give")
+        self._weights = _versions(tensors)
+        self._samples = _sampled(tensors)
         self._config = config_digest(model)
 
     def problem(self) -> str:
         """Return why the model must be used without the cache now; "" if nothing speaks against it."""
-        if any(module.training for module in self._model.modules()):
-            return "the model, or a part of it, is in training mode; call model.eval()"
-        if self._versions() != self._weights or not _same(self._sampled(), self._samples):
+        tensors, problem = self._walk()
+        if problem:
+            return problem
+        if _versions(tensors) != self._weights or not _same(_sampled(tensors), self._samples):
             return "the model's weights have changed since the cache was opened; open a new PrefixCache"
         if config_digest(self._model) != self._config:
             return "the model's config has changed since the cache was opened; open a new PrefixCache"
         if torch.is_autocast_enabled(self._model.device.type):
             return "autocast is on, which computes with another type"
-        return self._hooked()
-
-    def _versions(self) -> list[tuple[str, int, int, torch.device]]:
-        return [(name, it.data_ptr(), it._version, it.device) for name, it in tensors_of(self._model)]  # noqa: SLF001 -- no other way says it
-
-    def _sampled(self) -> dict[tuple[torch.device, torch.dtype], torch.Tensor]:
-        """Return numbers of all tensors, those of one type as one tensor: a comparison waits for the device."""
-        found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for _, tensor in tensors_of(self._model):
-            flat = tensor.detach().reshape(-1)
-            found.setdefault((tensor.device, tensor.dtype), []).append(flat[:: max(1, len(flat) // _SAMPLES)])
-        return {of: torch.cat(parts) for of, parts in found.items()}
-
-    def _hooked(self) -> str:
-        if any(getattr(nn_module, name, None) for name in _GLOBAL_HOOKS):
-            return "there are forward hooks on all modules"
-        for name, module in self._model.named_modules():
-            if module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001 -- no other way says it
-                return f"there is a forward hook on {name or 'the model'}"
-            if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
-                return f"forward() of {name or 'the model'} was replaced"
         return ""
+
+    def _walk(self) -> tuple[list[tuple[str, torch.Tensor]], str]:
+        """Return all parameters and buffers, shared ones at each place, and what is wrong with a module, "" if nothing.
+
+        One pass over the modules' own dictionaries: this is done before and after each call, and the named iterators
+        of PyTorch take several times as long.
+        """
+        tensors: list[tuple[str, torch.Tensor]] = []
+        if any(getattr(nn_module, name, None) for name in _GLOBAL_HOOKS):
+            return tensors, "there are forward hooks on all modules"
+        for name, module in self._model.named_modules():
+            own = vars(module)
+            if own["training"]:
+                return tensors, "the model, or a part of it, is in training mode; call model.eval()"
+            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return tensors, f"there is a forward hook on {name or 'the model'}"
+            if "forward" in own and "_hf_hook" not in own:
+                return tensors, f"forward() of {name or 'the model'} was replaced"
+            for held in (own["_parameters"], own["_buffers"]):
+                tensors.extend((key, tensor) for key, tensor in held.items() if tensor is not None)
+        return tensors, ""
+
+
+def _versions(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, int, int, torch.device]]:
+    return [(name, it.data_ptr(), it._version, it.device) for name, it in tensors]  # noqa: SLF001 -- no other way says it
+
+
+@torch.no_grad()
+def _sampled(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[tuple[torch.device, torch.dtype], torch.Tensor]:
+    """Return numbers of all tensors, those of one type as one tensor: a comparison waits for the device."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for _, tensor in tensors:
+        flat = tensor if tensor.is_contiguous() else tensor.reshape(-1)
+        count = flat.numel()
+        step = max(1, count // _SAMPLES)
+        found.setdefault((tensor.device, tensor.dtype), []).append(flat.as_strided((-(-count // step),), (step,)))
+    return {of: torch.cat(parts) for of, parts in found.items()}
 
 
 def _same(

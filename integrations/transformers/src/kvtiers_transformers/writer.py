@@ -23,7 +23,7 @@ from kvtiers_transformers.values import Frozen, pack, views_of
 __all__ = ["Writer"]
 
 _log = logging.getLogger("kvtiers")
-_GROUP_BYTES = 64 << 20  # packed, and put, at a time: of the bounce rows a quarter, the rest is for loads
+_GROUP_BYTES = 256 << 20  # packed, and put, at a time: of the bounce rows a quarter, the rest is for loads
 _LAST_SECONDS = 10.0  # at the interpreter's exit
 
 
