@@ -12,7 +12,7 @@ from kvtiers_transformers.values import Restored, views_of
 
 __all__ = ["Reader", "key_of"]
 
-_GROUP_BYTES = 512 << 20  # got, and laid into the cache, at a time
+_GROUP_BYTES = 1 << 30  # got, and laid into the cache, at a time
 _MOST_TRIES = 16  # boundaries at which windows and states are looked for
 
 
