@@ -7,7 +7,8 @@ each value in two places far apart. `region` and `region 2` are these two with t
 which the hosts map, `in place` and `in place 2` with reads straight into it. `tier` has the values in rows already, and
 drives the hosts alone: a ceiling without the copy. `plain` calls the store in a loop, in this process, without a seal.
 `control` is `client` once more: what its share of `client` differs from 1 is noise. All with tier hosts (`io: process`)
-and jobs as they come. Medians; shares are turn by turn, since turns beside each other differ less than rounds.
+and jobs as they come. All lanes use one Redis server, whose processor time counts with that of the tier hosts. Medians;
+shares are turn by turn, since turns beside each other differ less than rounds.
 """
 
 import contextlib
@@ -42,10 +43,16 @@ from kvtiers_example.config import MemoryConfig
 from kvtiers_example.memory_store import MemoryStore
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
+from kvtiers_redis.config import RedisConfig
+from kvtiers_redis.store import RedisStore
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "plugins" / "redis_tier" / "tests")]
+
+from servers import Server  # noqa: E402 -- the server of the tier's tests
 
 GOAL_OF_STACK = 0.9
 SIZES = [64 << 10, 1 << 20, 4 << 20]
-STORES = ("memory", "fs")
+STORES = ("memory", "fs", "redis")
 IDENTITY = ModelIdentity("benchmark", weights="w")
 NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
 STEP_SECONDS = 0.0002
@@ -282,28 +289,36 @@ class PlainLane:
         self._back[:] = 0
 
 
-def config_of(kind: str, folder: Path, total: int) -> dict[str, Any]:
-    """Return a config with one tier. In memory the oldest values go first; a directory is emptied by ``clear``."""
-    tier: dict[str, Any] = {"type": kind, "capacity": f"{3 * total + (64 << 20)}B", "store_queue": 1 << 20}
+def config_of(kind: str, place: str, total: int) -> dict[str, Any]:
+    """Return a config with one tier. In memory the oldest values go first; what else holds values ``clear`` empties.
+
+    ``place``: a directory, or the URL of a Redis server.
+    """
+    tier: dict[str, Any] = {"type": kind, "store_queue": 1 << 20}
     if kind == "fs":
-        tier |= {"path": str(folder), "min_free": 0, "capacity": "64GiB"}
+        tier |= {"path": place, "min_free": 0, "capacity": "64GiB"}
+    elif kind == "redis":
+        tier |= {"url": place}
+    else:
+        tier |= {"capacity": f"{3 * total + (64 << 20)}B"}
     return {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": [tier]}
 
 
-def open_plain(kind: str, config: dict[str, Any], folder: Path, stack: ExitStack) -> ChunkStore:
+def open_plain(config: dict[str, Any]) -> FsStore | RedisStore | MemoryStore:
+    """Open the store of the config's tier in this process."""
     [options] = load_config(config).secondary
     if isinstance(options, FsConfig):
-        return stack.enter_context(closing(FsStore(options)))
-    assert isinstance(options, MemoryConfig), (kind, folder)
-    return stack.enter_context(closing(MemoryStore(options.capacity)))
+        return FsStore(options)
+    if isinstance(options, RedisConfig):
+        return RedisStore(options)
+    assert isinstance(options, MemoryConfig)
+    return MemoryStore(options.capacity)
 
 
 def clear(config: dict[str, Any]) -> None:
-    """Remove all values of a directory."""
-    [options] = load_config(config).secondary
-    if isinstance(options, FsConfig):
-        with closing(FsStore(options)) as store:
-            store.delete([entry.name for entry in store.list("")])
+    """Remove all values of a store that is more than memory of its process."""
+    with closing(open_plain(config)) as store:
+        store.delete([entry.name for entry in store.list("")])
 
 
 class Turn(NamedTuple):
@@ -324,12 +339,17 @@ def measure(kind: str, nbytes: int, total: int, rounds: int, top: Path) -> dict[
     values = np.random.default_rng(0).integers(0, 256, (count, nbytes - 4096), np.uint8)
     back = np.zeros_like(values)
     folder = top / kind
+    folder.mkdir()
     with ExitStack() as stack:
+        server = Server(folder) if kind == "redis" else None
+        if server is not None:
+            server.start()
+            stack.callback(server.stop)
 
         def config(lane: str) -> dict[str, Any]:
-            return config_of(kind, folder / lane.replace(" ", "-"), total)
+            place = str(folder / lane.replace(" ", "-")) if server is None else server.url
+            return config_of(kind, place, total)
 
-        folder.mkdir()
         lanes: dict[str, Any] = {
             "stack": StackLane(config("stack"), values, back, stack),
             "client": ClientLane(config("client"), values, back, stack, 1),
@@ -340,7 +360,7 @@ def measure(kind: str, nbytes: int, total: int, rounds: int, top: Path) -> dict[
             },
             "control": ClientLane(config("control"), values, back, stack, 1),
             "tier": TierLane(config("tier"), values, stack),
-            "plain": PlainLane(open_plain(kind, config("plain"), folder, stack), values, back),
+            "plain": PlainLane(stack.enter_context(closing(open_plain(config("plain")))), values, back),
         }
         samples: Samples = {name: [] for name in lanes}
         order = [*lanes]

@@ -25,6 +25,9 @@ import yaml
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "compose"
 START_SECONDS, SECONDS = 1200, 120
+STORED = "kvtiers_tier_stored_chunks"  # in Valkey
+HITS = "kvtiers_tier_hits"  # chunks, of Valkey
+HIT_TOKENS = "vllm:external_prefix_cache_hits"
 
 
 def get(port: str, path: str, body: dict[str, Any] | None = None) -> str:
@@ -50,20 +53,24 @@ def until(what: str, holds: Callable[[], bool], seconds: float = SECONDS) -> Non
     print(f"ok: {what}", flush=True)
 
 
-def hits(port: str) -> float:
-    """Return the chunks that a replica has found in Valkey."""
-    return sum(map(float, re.findall(r"^kvtiers_tier_hits_total\{[^}]*\} (\S+)$", get(port, "/metrics"), re.MULTILINE)))
-
-
-def stored(port: str) -> float:
-    """Return the chunks that a replica has stored in Valkey."""
-    found = re.findall(r"^kvtiers_tier_stored_chunks_total\{[^}]*\} (\S+)$", get(port, "/metrics"), re.MULTILINE)
-    return sum(map(float, found))
+def counted(name: str, port: str) -> float:
+    """Return a counter in a replica's /metrics, whatever its labels."""
+    return sum(map(float, re.findall(rf"^{name}_total\{{[^}}]*\}} (\S+)$", get(port, "/metrics"), re.MULTILINE)))
 
 
 def runs(command: list[str]) -> bool:
     """Return whether a command ends well."""
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def containers(compose: list[str], folder: Path) -> str:
+    """Return the ids of the example's containers, those that have ended included; "": there are none."""
+    for every in (["--all"], []):  # podman-compose has no such option, and lists these without it
+        listed = [*compose, "ps", "--quiet", *every]
+        done = subprocess.run(listed, cwd=folder, check=False, capture_output=True, text=True)
+        if not done.returncode:
+            return done.stdout.strip()
+    sys.exit(f"error: {shlex.join(listed)} has failed:\n{done.stdout}{done.stderr}")
 
 
 def try_it(compose: list[str], folder: Path) -> None:
@@ -79,22 +86,27 @@ def try_it(compose: list[str], folder: Path) -> None:
         if done.returncode:
             sys.exit(f"error: {shlex.join([*compose, *arguments])} has failed:\n{done.stdout}{done.stderr}")
 
-    def ask(port: str, prompt: list[int], tokens: int = 8) -> str:
+    def ask(port: str, prompt: list[int], tokens: int = 8) -> None:
+        """Have a prompt completed. Which tokens these are is not compared: on a GPU they may differ by the batch."""
         body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        return json.loads(get(port, "/v1/completions", body))["choices"][0]["text"]
+        answer = json.loads(get(port, "/v1/completions", body))
+        reason, usage = answer["choices"][0]["finish_reason"], answer["usage"]
+        if (reason, usage["prompt_tokens"], usage["completion_tokens"]) != ("length", len(prompt), tokens):
+            sys.exit(f"error: port {port}: expected {tokens} tokens after {len(prompt)}, got {reason!r}, {usage}")
 
-    def grows(figure: Callable[[str], float], port: str, before: float) -> bool:
+    def grow(port: str, before: dict[str, float]) -> bool:
         ask(port, [5, 6], 2)  # vLLM reports figures with its steps
-        return figure(port) > before
+        return all(counted(name, port) > count for name, count in before.items())
 
     def shares(one: str, other: str) -> bool:
         """Ask one replica, then the other. On a busy machine a prompt may be computed sooner than looked up."""
         prompt = [random.randrange(3, 500) for _ in range(1500)]  # tokens that any model has
-        had, found, answer = stored(one), hits(other), ask(one, prompt)
-        until(f"port {one} has stored what it computed", lambda: grows(stored, one, had))
-        if ask(other, prompt) != answer:
-            sys.exit(f"error: ports {one} and {other} answer differently")
-        return grows(hits, other, found)
+        had = {STORED: counted(STORED, one)}
+        found = {name: counted(name, other) for name in (HITS, HIT_TOKENS)}
+        ask(one, prompt)
+        until(f"port {one} has stored what it computed", lambda: grow(one, had))
+        ask(other, prompt)
+        return grow(other, found)
 
     try:
         run("up", "--build", "--detach")
@@ -113,9 +125,8 @@ def try_it(compose: list[str], folder: Path) -> None:
         until(f"{replicas[0]} has found what {replicas[1]} computed", lambda: shares(second, first))
     finally:
         run("down")
-    done = subprocess.run([*compose, "ps", "--quiet"], cwd=folder, check=True, capture_output=True, text=True)
-    if done.stdout.strip():
-        sys.exit(f"error: containers are left: {done.stdout}")
+    if left := containers(compose, folder):
+        sys.exit(f"error: containers are left: {left}")
     print("ok: no container is left")
 
 
@@ -131,9 +142,8 @@ def main() -> None:
         sys.exit(f"error: {options.compose!r} does not run: install Docker with Compose, or name another by --compose")
     if not (options.folder / "compose.yaml").exists():
         sys.exit(f"error: {options.folder} has no compose.yaml: name the folder of the example, or a copy of it")
-    listed = [*compose, "ps", "--quiet"]
-    if subprocess.run(listed, cwd=options.folder, check=True, capture_output=True, text=True).stdout.strip():
-        sys.exit("error: containers of this example run already, and would be killed and removed: end them first")
+    if containers(compose, options.folder):
+        sys.exit("error: containers of this example are there already, and would be removed: take them down first")
     try_it(compose, options.folder)
 
 

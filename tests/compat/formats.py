@@ -1,11 +1,12 @@
-"""The forms in which this release stores values, the formats' numbers that each is made of, and how each is stored.
+"""The forms of a stored value (plain, of a tenant, compressed, encrypted) and the format numbers of this release.
 
-A form has its golden stores under the name of its numbers (``stem``), so a number that rises asks for new ones.
+The golden stores of a form have its numbers in their file name (``stem``). So when a number rises, a test misses the
+stores with the new one (``test_each_form_of_this_release_has_its_stores``), and the old ones stay.
 """
 
-from kvtiers.encryption.seal import ENCRYPTED_SEAL_FORMAT
-from kvtiers.layout.compressed_value import COMPRESSED_FORMAT
-from kvtiers.layout.seal import SEAL_FORMAT
+from kvtiers.encryption.seal import ENCRYPTED_SEAL_FORMAT, ENCRYPTED_SEAL_FORMATS
+from kvtiers.layout.compressed_value import COMPRESSED_FORMAT, COMPRESSED_FORMATS
+from kvtiers.layout.seal import SEAL_FORMAT, SEAL_FORMATS
 from kvtiers.layout.storage_name import KEYED_NAME_FORMAT, NAME_FORMAT
 
 FORMS = {
@@ -17,6 +18,12 @@ FORMS = {
 """Numbers by form: the seal's first, then the name's."""
 NEXT_SEAL = max(SEAL_FORMAT, ENCRYPTED_SEAL_FORMAT) + 1
 """The number that the next format of a seal gets, encrypted or not: they share one count."""
+PLAYED = {
+    "seal": ("layout/seal.py", "SEAL_FORMATS", SEAL_FORMATS, NEXT_SEAL),
+    "compressed": ("layout/compressed_value.py", "COMPRESSED_FORMATS", COMPRESSED_FORMATS, COMPRESSED_FORMAT + 1),
+    "encrypted": ("encryption/seal.py", "ENCRYPTED_SEAL_FORMATS", ENCRYPTED_SEAL_FORMATS, NEXT_SEAL),
+}
+"""How the next number of each format is played: module, name and value of the numbers there, and the next one."""
 KEY = bytes(range(32))
 """The key of the encrypted stores, for ever."""
 

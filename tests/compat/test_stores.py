@@ -2,8 +2,8 @@
 
 What a release wrote is read by those after it, or is a miss for them: never something else, never an error, and not
 harmed. ``stores/`` holds what each form of a stored value looks like in each released format (``make_stores.py``):
-plain, of a tenant, compressed, encrypted. The release after this one is played: a copy of core whose seals have the
-next number.
+plain, of a tenant, compressed, encrypted. A release after this one is played: a copy of core in which one format has
+its next number.
 """
 
 import importlib.util
@@ -11,18 +11,21 @@ import re
 import shutil
 import sys
 import tarfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 import redis
 
-from kvtiers.layout.seal import SEAL_FORMAT
+from kvtiers.encryption.seal import ENCRYPTED_SEAL_FORMAT
+from kvtiers.layout.seal import seal_value
+from kvtiers.layout.storage_name import parse_name
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from formats import FORMS, NEXT_SEAL, stem, stored_as  # noqa: E402
+from formats import FORMS, PLAYED, stem, stored_as  # noqa: E402
 from releases import at_once, command, filled, looked_for, play  # noqa: E402
 
 STEMS = sorted(path.name.removesuffix(".tar.gz") for path in (HERE / "stores").glob("*.tar.gz"))
@@ -54,11 +57,7 @@ class Golden:
         self.folder, self.form = folder, name.partition("-")[0]
         with tarfile.open(HERE / "stores" / f"{name}.tar.gz") as archive:
             archive.extractall(folder, filter="data")
-        self.files = {
-            re.sub(r"/@[0-9a-f]{2}/", "/", str(path.relative_to(folder / "files"))): path.read_bytes()
-            for path in (folder / "files/golden").rglob("*")
-            if path.is_file()
-        }
+        self.files = {name: path.read_bytes() for name, path in self._places().items()}
         with redis.Redis.from_url(redis_url) as client:
             client.flushall()
             for key, stored in self.files.items():  # a store of names and values has nothing of its own beside them
@@ -84,6 +83,19 @@ class Golden:
         """Return what files hold of values, without the records of fingerprints."""
         return {name: stored for name, stored in self.files.items() if "/_" not in name}
 
+    def names(self):
+        """Return the storage names of the values that are in files now."""
+        return {name for name in self._places() if "/_" not in name}
+
+    def place(self, name):
+        """Return the file that holds this value now."""
+        return self._places()[name]
+
+    def _places(self):
+        root = self.folder / "files"
+        paths = [path for path in (root / "golden").rglob("*") if path.is_file()]
+        return {re.sub(r"/@[0-9a-f]{2}/", "/", str(path.relative_to(root))): path for path in paths}
+
 
 @pytest.fixture
 def golden(tmp_path, redis_url):
@@ -93,14 +105,21 @@ def golden(tmp_path, redis_url):
 
 @pytest.fixture(scope="session")
 def next_release(tmp_path_factory):
-    """Return the folder of a copy of core whose plain seals have the next format number."""
-    folder = tmp_path_factory.mktemp("next")
-    shutil.copytree(REPOSITORY / "core/src/kvtiers", folder / "kvtiers", ignore=shutil.ignore_patterns("__pycache__"))
-    seal = folder / "kvtiers/layout/seal.py"
-    text = seal.read_text()
-    assert f"\nSEAL_FORMAT = {SEAL_FORMAT}\n" in text
-    seal.write_text(text.replace(f"\nSEAL_FORMAT = {SEAL_FORMAT}\n", f"\nSEAL_FORMAT = {NEXT_SEAL}\n"))
-    return folder
+    """Return a function that gives the folder of a copy of core in which this format has its next number."""
+
+    @cache
+    def played(which):
+        folder, (module, constant, formats, number) = tmp_path_factory.mktemp(f"next-{which}"), PLAYED[which]
+        copied = folder / "kvtiers"
+        shutil.copytree(REPOSITORY / "core/src/kvtiers", copied, ignore=shutil.ignore_patterns("__pycache__"))
+        text = (copied / module).read_text()
+        assert f"\n{constant} = {formats}\n" in text
+        (copied / module).write_text(
+            text.replace(f"\n{constant} = {formats}\n", f"\n{constant} = {(*formats, number)}\n")
+        )
+        return folder
+
+    return played
 
 
 def test_each_form_of_this_release_has_its_stores():
@@ -141,12 +160,19 @@ def test_a_store_of_a_released_format_is_read_or_missed_and_every_command_works_
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"), [*(("plain", kind) for kind in KINDS), ("tenant", "files"), ("compressed", "files")]
+    ("form", "raised", "kind"),
+    [
+        *(("plain", "seal", kind) for kind in KINDS),
+        ("tenant", "seal", "files"),
+        ("compressed", "seal", "files"),
+        *(("compressed", "compressed", kind) for kind in KINDS),
+        *(("encrypted", "encrypted", kind) for kind in KINDS),
+    ],
 )
 def test_the_next_release_misses_what_this_one_wrote_and_prunes_it_and_this_one_prunes_nothing_newer(
-    golden, next_release, form, kind
+    golden, next_release, form, raised, kind
 ):
-    laid_out = golden(stem(form))
+    laid_out, next_release = golden(stem(form)), next_release(raised)
     assert not any(*play(next_release, laid_out.looked_for(kind)))
     assert all(laid_out.read(kind)), "the next release has harmed them by reading"
     assert laid_out.command(next_release, kind, "verify")["older"]["values"] == stores.COUNT
@@ -161,11 +187,46 @@ def test_the_next_release_misses_what_this_one_wrote_and_prunes_it_and_this_one_
     assert all(*play(next_release, laid_out.looked_for(kind)))
 
 
+@pytest.mark.parametrize(
+    ("form", "raised"), [("plain", "seal"), ("compressed", "compressed"), ("encrypted", "encrypted")]
+)
+def test_of_a_store_of_two_releases_each_prunes_only_what_is_older_than_itself_and_nothing_that_is_foreign(
+    golden, next_release, form, raised
+):
+    laid_out, next_release = golden(stem(form)), next_release(raised)
+    old = laid_out.names()
+    play(next_release, filled(laid_out.tiers["files"], range(12, 24), **laid_out.options))
+    newer = laid_out.names() - old
+    foreign = set(sorted(old)[:3])
+    for name in foreign:
+        laid_out.place(name).write_bytes(foreign_value(form, name))
+    assert laid_out.command(None, "files", "verify")["foreign"]["values"] == len(newer | foreign)
+    assert laid_out.command(None, "files", "prune", "--older-format")["total"]["values"] == 0
+    assert laid_out.names() == old | newer
+    counted = laid_out.command(next_release, "files", "verify")
+    counts = {verdict: found["values"] for verdict, found in counted.items() if isinstance(found, dict)}
+    assert {verdict: count for verdict, count in counts.items() if count} == {"ok": 12, "older": 9, "foreign": 3}
+    assert laid_out.command(next_release, "files", "prune", "--older-format")["total"]["values"] == 9
+    assert laid_out.names() == newer | foreign
+
+
+def foreign_value(form, name):
+    """Return what no release stores under this name, although its number is less than the next one of the form.
+
+    That is a plain seal under a keyed name, an encrypted one under a plain name, and a seal of another layout.
+    """
+    value = memoryview(bytearray(4096))
+    seal_value(value, 4000, name, bytes(8) if form == "compressed" else parse_name(name).layout_id)
+    if form == "plain":
+        value[-56] = ENCRYPTED_SEAL_FORMAT
+    return value
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_encrypted_is_read_by_a_next_release_that_has_another_plain_seal_and_the_way_back(
     golden, next_release, kind
 ):
-    laid_out = golden(stem("encrypted"))
+    laid_out, next_release = golden(stem("encrypted")), next_release("seal")
     assert all(*play(next_release, laid_out.looked_for(kind)))
     assert laid_out.command(next_release, kind, "verify")["ok"]["values"] == stores.COUNT
     assert laid_out.command(next_release, kind, "prune", "--older-format")["total"]["values"] == 0
@@ -181,6 +242,7 @@ def test_two_releases_over_one_directory_and_one_redis_at_once_give_no_wrong_byt
 
     The next one has another plain seal, and the same encrypted one: so each finds the other's encrypted values.
     """
+    next_release = next_release("seal")
     _, config, arguments = stored_as(form, tmp_path)
     tiers = [tier for name, tier in stores.tiers(tmp_path, redis_url).items() if name != "slab"]
     shared = form == "encrypted"

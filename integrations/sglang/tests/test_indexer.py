@@ -14,12 +14,18 @@ PAGE = 64  # tokens, which SGLang's indexer asks for
 
 @pytest.fixture
 def sparse(serve):
-    """A model of sparse attention: MLA, an indexer and, if asked for, a recurrent state."""
+    """Start servers of a model with sparse attention and recurrent states: pools for MLA, index keys and states.
 
-    def sparse(layout="page_first", allocator="default", **more):
+    ``on_device``: attributes of SGLang's pool of index keys on the device that are other than it has made them.
+    """
+
+    def sparse(layout="page_first", allocator="default", on_device=None, **more):
         kv = mla_pool(layout, page=PAGE, allocator=allocator)
-        sidecars = {"indexer": indexer_pool(kv, allocator=allocator, **more), "mamba": mamba_pool()}
-        return serve(kv, sidecars=sidecars, is_mla_model=True)
+        indexer = indexer_pool(kv, allocator=allocator, **more)
+        for name, value in (on_device or {}).items():
+            assert getattr(indexer.decl.device_pool, name) != value
+            setattr(indexer.decl.device_pool, name, value)
+        return serve(kv, sidecars={"indexer": indexer, "mamba": mamba_pool()}, is_mla_model=True)
 
     return sparse
 
@@ -104,6 +110,26 @@ def test_index_keys_of_other_layers_are_misses(sparse):
     keys, _, _, _ = store(one, 2)
     assert load(other, keys, other.take(2))[0] == [False, False]
     assert other.backend.batch_exists(keys) == 2, "the KV is the same"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"index_head_dim": 64},
+        {"quant_block_size": 64},
+        {"index_page_size": 32},
+        {"index_kpool": 2},
+        {"index_kpool_compress": True},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_index_keys_that_are_made_in_another_way_are_misses_where_nothing_else_differs(sparse, changed):
+    """Not even the size of a page, which some of these decide in SGLang's own pool."""
+    one, other = sparse(), sparse(on_device=changed)
+    keys, _, _, indexer = store(one, 2)
+    assert load(other, keys, other.take(2))[0] == [False, False]
+    assert other.backend.batch_exists(keys) == 2, "the KV is the same"
+    assert load(sparse(), keys, one.take(2)) == ([True, True], indexer)
 
 
 def test_the_layout_in_which_sglang_does_not_show_where_index_keys_lie_is_refused_in_one_line(sparse):

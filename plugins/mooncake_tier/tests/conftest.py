@@ -31,11 +31,8 @@ def client_library() -> None:
 @pytest.fixture(scope="module")
 def shared_master(client_library, tmp_path_factory) -> Iterator[pool.Master]:
     """A master with one segment in another process, for the tests of a module that break nothing."""
-    master = pool.Master(tmp_path_factory.mktemp("mooncake")).start()
-    owner = pool.SegmentOwner(master.address, 1 << 30)
-    yield master
-    owner.kill()
-    master.kill()
+    with pool.shared_pool(tmp_path_factory.mktemp("mooncake")) as master:
+        yield master
 
 
 _load("hosted")

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PATIENCE = 60.0
@@ -87,7 +89,11 @@ class Master:
     def start(self) -> "Master":
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        wait_until(self._answers, f"the master on port {self.port}")
+        try:
+            wait_until(self._answers, f"the master on port {self.port}")
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def _answers(self) -> bool:
@@ -122,7 +128,11 @@ class SegmentOwner:
             [sys.executable, "-c", _SEGMENT_OWNER, master, str(segment)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"ready\n", "a process with a segment did not start"
+        try:
+            assert self._process.stdout.readline() == b"ready\n", "a process with a segment did not start"
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -152,3 +162,17 @@ class SegmentOwner:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+@contextmanager
+def shared_pool(folder: Path, segment: int = 1 << 30) -> Iterator[Master]:
+    """Run a master, and one segment of this many bytes in another process."""
+    master = Master(folder).start()
+    try:
+        owner = SegmentOwner(master.address, segment)
+        try:
+            yield master
+        finally:
+            owner.kill()
+    finally:
+        master.kill()

@@ -1,6 +1,7 @@
 """What the master lists: whose names, of what length, and that a listing is no use of a value."""
 
 import http.server
+import json
 import threading
 import tracemalloc
 from contextlib import contextmanager
@@ -60,21 +61,34 @@ def test_a_master_that_cannot_be_asked_is_named(options, expected):
         list(list_values(config(**options), ""))
 
 
-@contextmanager
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers requests with ``self.answer(path)``: status, body, and what it says that the body's length is."""
+
+    def do_GET(self):
+        status, body, length = self.answer(self.path)
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
 def web_server(status: int, body: bytes, length: int | None = None):
     """Answer every request with this. ``length``: what it says that the answer has."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body) if length is None else length))
-            self.end_headers()
-            self.wfile.write(body)
+    class Same(Handler):
+        def answer(self, _path):
+            return status, body, len(body) if length is None else length
 
-        def log_message(self, *_):
-            pass
+    return serving(Same)
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+
+@contextmanager
+def serving(handler):
+    """Serve HTTP with this class; yield the address."""
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -104,6 +118,52 @@ def test_a_list_of_names_that_ends_too_early_is_no_shorter_list():
     """As of a master that is killed meanwhile: by a part of the names a tenant would have more room than it has."""
     with web_server(200, b"others/1\n", length=1000) as address, pytest.raises(TierUnavailable, match="ends too early"):
         list(list_values(config(master_http=address), "ns/"))
+
+
+class ClosesIdleConnections(Handler):
+    """A master with 600 values that closes each connection behind an answer, and does not announce it."""
+
+    protocol_version = "HTTP/1.1"
+    names = tuple(f"ns/{number}" for number in range(600))
+    connections: list[list[str]]
+    answered = 1_000_000  # as many connections: to those after them it answers nothing
+
+    def setup(self):
+        super().setup()
+        self.connections.append([])
+
+    def do_GET(self):
+        self.close_connection = True
+        self.connections[-1].append(self.path.partition("?")[0])
+        if len(self.connections) <= self.answered:
+            super().do_GET()
+
+    def answer(self, path):
+        where, _, names = path.partition("?keys=")
+        if where == "/get_all_keys":
+            body = "\n".join([*self.names, ""])
+        else:
+            body = json.dumps({"data": {name: {"values": [{"size_": 4096}]} for name in names.split(",")}})
+        return 200, body.encode(), len(body)
+
+
+def test_a_listing_goes_on_over_a_fresh_connection_where_the_master_has_closed_an_idle_one():
+    handler = type("Master", (ClosesIdleConnections,), {"connections": []})
+    with serving(handler) as address:
+        listed = [entry.name for entry in list_values(config(master_http=address), "ns/")]
+    assert listed == list(handler.names)
+    assert handler.connections == [["/get_all_keys"], *[["/batch_query_keys"]] * 3]
+
+
+def test_a_master_that_closes_the_fresh_connection_as_well_is_not_asked_again():
+    handler = type("Master", (ClosesIdleConnections,), {"connections": [], "answered": 1})
+    with serving(handler) as address, pytest.raises(TierUnavailable, match="without response"):
+        list(list_values(config(master_http=address), "ns/"))
+    assert len(handler.connections) == 2
+    handler = type("Master", (ClosesIdleConnections,), {"connections": [], "answered": 0})
+    with serving(handler) as address, pytest.raises(TierUnavailable, match="without response"):
+        list(list_values(config(master_http=address), "ns/"))
+    assert len(handler.connections) == 1, "the first connection was fresh"
 
 
 def test_names_of_others_in_the_pool_take_no_memory():

@@ -386,7 +386,8 @@ def test_prune_finds_other_formats_by_name_and_by_seal_and_leaves_damage_alone(k
 
 
 @pytest.mark.parametrize("options", [("--older-format",), ("--older-format", "--other-formats")])
-def test_prune_finds_older_formats_alone_whatever_else_is_given(kvtiers, disk, options):
+def test_prune_finds_older_formats_alone_whatever_else_is_given(kvtiers, disk, options, monkeypatch):
+    monkeypatch.setattr(verify, "SEAL_FORMATS", (SEAL_FORMAT - 1, SEAL_FORMAT))
     names = fill(disk)
     newer, older = disk.put(7), disk.put(8)
     disk.change(newer, 4096 - 64 + 8, SEAL_FORMAT ^ (SEAL_FORMAT + 1))

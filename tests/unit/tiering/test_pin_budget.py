@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvtiers.tiering.tier_slot import PinBudget, TierOptions, TierSlot
+from kvtiers.tiering.pin_budget import PinBudget
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
 from .harness import FaultyTier
 

@@ -298,7 +298,7 @@ class TierConfig(StrictModel):
     admission: Admission = Field(
         default="all",
         description="which chunks go down to this tier: all at once; second_access, when one is wanted again (fewest "
-        "writes, but 14 to 24% fewer hits on chats); on_eviction; or expected-reuse, then, if likely to be used again",
+        "writes, but 14 to 23% fewer hits on chats); on_eviction; or expected-reuse, then, if likely to be used again",
     )
     may_lose: Share = Field(
         default=0.01, gt=0, le=1, description="most of all hits that 'admission: expected-reuse' may cost, about"

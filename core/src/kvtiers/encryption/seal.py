@@ -25,9 +25,18 @@ from kvtiers.encryption.keys import NONCE_BYTES, SealingKey
 from kvtiers.layout.cache_layout import SEAL_BYTES
 from kvtiers.layout.seal import SealVerdict
 
-__all__ = ["ENCRYPTED_SEAL_FORMAT", "EncryptedSeal", "decrypt_value", "encrypt_value", "read_encrypted_seal"]
+__all__ = [
+    "ENCRYPTED_SEAL_FORMAT",
+    "ENCRYPTED_SEAL_FORMATS",
+    "EncryptedSeal",
+    "decrypt_value",
+    "encrypt_value",
+    "read_encrypted_seal",
+]
 
-ENCRYPTED_SEAL_FORMAT = 2
+ENCRYPTED_SEAL_FORMATS = (2,)
+"""The numbers of encrypted seals, in the order of their releases; plain ones share the count (``layout/seal``)."""
+ENCRYPTED_SEAL_FORMAT = ENCRYPTED_SEAL_FORMATS[-1]
 _MAGIC = b"kvtSEAL\n"
 _HEADER = struct.Struct("<8sIIQ8s4s")
 _TAG_AT = _HEADER.size + NONCE_BYTES

@@ -35,9 +35,18 @@ from kvtiers.api import ConfigError
 from kvtiers.layout.cache_layout import VALUE_ALIGN
 from kvtiers.layout.seal import SealVerdict
 
-__all__ = ["COMPRESSED_FORMAT", "ValueCompressor", "compressed_length", "is_compressed"]
+__all__ = [
+    "COMPRESSED_FORMAT",
+    "COMPRESSED_FORMATS",
+    "ValueCompressor",
+    "compressed_format",
+    "compressed_length",
+    "is_compressed",
+]
 
-COMPRESSED_FORMAT = 1
+COMPRESSED_FORMATS = (1,)
+"""The numbers of compressed values, in the order of their releases."""
+COMPRESSED_FORMAT = COMPRESSED_FORMATS[-1]
 _MAGIC = b"kvtPACK\n"
 _HEADER = struct.Struct("<8sIBB2xQQ16s16x")
 _HASHED = 32
@@ -196,6 +205,14 @@ class ValueCompressor:
 def is_compressed(stored: memoryview) -> bool:
     """Return whether this looks like a compressed value, of any format."""
     return stored[: len(_MAGIC)] == _MAGIC
+
+
+def compressed_format(stored: memoryview) -> int | None:
+    """Return the number in the header, which is in this place in every format; None where there is no header."""
+    if len(stored) < _HEADER.size:
+        return None
+    magic, number, *_ = _HEADER.unpack_from(stored)
+    return int(number) if magic == _MAGIC else None
 
 
 def compressed_length(stored: memoryview) -> int | None:

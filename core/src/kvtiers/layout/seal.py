@@ -25,6 +25,7 @@ from kvtiers.layout.cache_layout import SEAL_BYTES
 
 __all__ = [
     "SEAL_FORMAT",
+    "SEAL_FORMATS",
     "PayloadHash",
     "SealVerdict",
     "check_parts",
@@ -35,7 +36,9 @@ __all__ = [
     "seal_value",
 ]
 
-SEAL_FORMAT = 1
+SEAL_FORMATS = (1,)
+"""The numbers of plain seals, in the order of their releases; encrypted ones share the count (``encryption/seal``)."""
+SEAL_FORMAT = SEAL_FORMATS[-1]
 _MAGIC = b"kvtSEAL\n"
 _SEAL = struct.Struct("<8sI4xQQ8s16s8x")
 assert _SEAL.size == SEAL_BYTES
@@ -125,7 +128,10 @@ def read_seal(value: memoryview) -> tuple[int, bytes] | None:
 
 
 def seal_format(value: memoryview) -> int | None:
-    """Return the format number of the seal at the end of ``value``; None where there is no seal of kvtiers'."""
+    """Return the format number of the seal at the end of ``value``, plain or encrypted; None where there is no seal.
+
+    Every format of a seal has its magic and its number in these places.
+    """
     if len(value) < SEAL_BYTES:
         return None
     magic, number, *_ = _SEAL.unpack_from(value, len(value) - SEAL_BYTES)

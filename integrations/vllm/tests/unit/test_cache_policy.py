@@ -381,7 +381,7 @@ def test_stores_go_on_after_an_error_where_no_new_policy_can_be_made(module, mon
     assert primary.policy.bugs._bugs == 1
 
 
-def test_a_policy_that_fails_at_each_call_is_made_again_a_few_times_and_is_lru_then(module, monkeypatch, caplog):
+def test_a_policy_that_fails_at_each_call_is_made_again_three_times_and_is_lru_then(module, monkeypatch, caplog):
     made, make = [], TurnHazardPolicy.__init__
 
     def makes(*args):
@@ -399,12 +399,29 @@ def test_a_policy_that_fails_at_each_call_is_made_again_a_few_times_and_is_lru_t
     assert len(made) == 1 + 3
     assert primary.policy.bugs._bugs == 4
     (line,) = [line for line in caplog.messages if "LRU" in line]
-    assert line.startswith("kvtiers-turn-hazard: it has failed 4 times; chunks leave by LRU from now on")
+    assert line.startswith("kvtiers-turn-hazard: it has failed 4 times in an hour; chunks leave by LRU")
     primary.serve("other", "wxyz")
     primary.serve("again", "abcd")
     assert primary.serve("third", "1234") == 0
     assert set(primary.here) == {*keys_of("abcd"), *keys_of("1234")}, "the least recently used ones have left"
     assert primary.policy.bugs._bugs == 4
+
+
+def test_a_policy_that_fails_three_times_an_hour_stays_and_the_fourth_error_in_an_hour_brings_lru(module, monkeypatch):
+    now, primary = 0.0, Primary(module, "turn-hazard", 8)
+    primary.policy.clock = lambda: now
+    for number in range(6):
+        now = number * 1200.0
+        with monkeypatch.context() as broken:
+            fails_once(broken, "access", half_done)
+            primary.serve(f"r{number}", "abcd")
+        assert primary.policy.bugs._bugs == number + 1
+        assert isinstance(primary.policy._policy, TurnHazardPolicy)
+    now = 7199.0  # the errors at 3600, 4800 and 6000 are less than an hour ago
+    with monkeypatch.context() as broken:
+        fails_once(broken, "access", half_done)
+        primary.serve("another", "abcd")
+    assert not isinstance(primary.policy._policy, TurnHazardPolicy)
 
 
 def test_every_policy_that_vllm_lacks_is_registered_by_a_name_that_vllm_config_writes(monkeypatch, module):

@@ -43,7 +43,10 @@ def list_values(config: MooncakeConfig, prefix: str) -> Iterator[StoreEntry]:
 
 
 class _HttpServer:
-    """The HTTP server of a master (its ``--metrics_port``), by one connection."""
+    """The HTTP server of a master (its ``--metrics_port``), by one connection.
+
+    The server closes one that is idle for a while, as it is while the caller works on what has been listed.
+    """
 
     def __init__(self, address: tuple[str, int], timeout: float) -> None:
         host, port = address
@@ -80,13 +83,23 @@ class _HttpServer:
                 yield StoreEntry(name, length)
 
     def _get(self, path: str) -> http.client.HTTPResponse:
-        self._connection.request("GET", path)
-        response = self._connection.getresponse()
+        was_open = self._connection.sock is not None
+        try:
+            response = self._ask(path)
+        except ConnectionError:  # before the answer has begun
+            if not was_open:
+                raise
+            self._connection.close()  # the next request opens a fresh one
+            response = self._ask(path)
         if response.status != http.client.OK:
             response.read()
             what = path.partition("?")[0]
             raise http.client.HTTPException(f"status {response.status} ({response.reason}) for {what}")
         return response
+
+    def _ask(self, path: str) -> http.client.HTTPResponse:
+        self._connection.request("GET", path)
+        return self._connection.getresponse()
 
     def _unavailable(self, why: object) -> TierUnavailable:
         return TierUnavailable(

@@ -159,9 +159,7 @@ Examples:
 @click.option(
     "--other-formats", is_flag=True, help="Only values of another format of names or seals; reads each value."
 )
-@click.option(
-    "--older-format", is_flag=True, help="Only values that an older release sealed in its format; reads each value."
-)
+@click.option("--older-format", is_flag=True, help="Only values in a format of an older release; reads each value.")
 @click.option("--dry-run", is_flag=True, help="Print what would go, and delete nothing.")
 @click.option("--verify", is_flag=True, help="Read each deleted value again, and list again: none may be there.")
 @selecting

@@ -34,6 +34,7 @@ _MEANINGS = {
     "plain": "not encrypted: engines do not use them; 'prune --other-formats' deletes them",
     "locked": "of other keys than these two: left as they are",
     "other": "under names of another format: left as they are",
+    "older": "of a format of an older release: left as they are; 'prune --older-format' deletes them",
     "damaged": "not what was stored: left as they are; 'verify --delete-damaged' deletes them",
     "gone": "evicted or deleted before they were read",
     "unreadable": "the store failed: left as they are",

@@ -5,7 +5,7 @@ Encrypted values are checked with the live keys of the config, in the scope of t
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from functools import cache
@@ -18,10 +18,16 @@ from kvtiers.cli.store.inventory import StoredValue
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_keys
 from kvtiers.encryption.keys import KeyRing
-from kvtiers.encryption.seal import decrypt_value, read_encrypted_seal
+from kvtiers.encryption.seal import ENCRYPTED_SEAL_FORMATS, decrypt_value, read_encrypted_seal
 from kvtiers.layout.cache_layout import SEAL_BYTES
-from kvtiers.layout.compressed_value import ValueCompressor, compressed_length, is_compressed
-from kvtiers.layout.seal import SEAL_FORMAT, SealVerdict, check_value, read_seal, seal_format
+from kvtiers.layout.compressed_value import (
+    COMPRESSED_FORMATS,
+    ValueCompressor,
+    compressed_format,
+    compressed_length,
+    is_compressed,
+)
+from kvtiers.layout.seal import SEAL_FORMATS, SealVerdict, check_value, read_seal, seal_format
 from kvtiers.layout.storage_name import ParsedName
 
 __all__ = ["Judge", "LiveKeys", "SealCheck", "Verdict", "check_seal", "check_stored"]
@@ -40,7 +46,7 @@ class Verdict(Enum):
     LOCKED = "locked"
     """Encrypted with a key that the config does not have: not judged."""
     OLDER = "older"
-    """Sealed by an older release, in a format that this one does not read: not judged."""
+    """Stored by an older release, in a format that this one does not read: not judged."""
     DAMAGED = "damaged"
     """Not the bytes that were stored under this name."""
     GONE = "gone"
@@ -111,9 +117,11 @@ def check_stored(stored: memoryview, name: str, parsed: ParsedName, keys: LiveKe
     """
     if parsed.key_id or not is_compressed(stored):  # what is encrypted is never compressed
         return check_seal(stored, name, parsed, keys)
+    if keys.is_on:  # as every value that is not encrypted
+        return Verdict.FOREIGN
     length = compressed_length(stored)
     if length is None:
-        return Verdict.FOREIGN
+        return _older_or_foreign(compressed_format(stored), COMPRESSED_FORMATS)
     if not SEAL_BYTES <= length <= _LONGEST:
         return Verdict.DAMAGED
     value = memoryview(bytearray(length))
@@ -130,8 +138,7 @@ def check_seal(value: memoryview, name: str, parsed: ParsedName, keys: LiveKeys)
     # Where there is no seal of this format, any payload will do to get the reason.
     payload, _ = read_seal(value) or (0, b"")
     verdict = _VERDICTS[check_value(value, payload, name, parsed.layout_id)]
-    number = seal_format(value) if verdict is Verdict.FOREIGN else None
-    return Verdict.OLDER if number is not None and number < SEAL_FORMAT else verdict
+    return _older_or_foreign(seal_format(value), SEAL_FORMATS) if verdict is Verdict.FOREIGN else verdict
 
 
 def _check_encrypted(value: memoryview, name: str, parsed: ParsedName, keys: LiveKeys) -> Verdict:
@@ -141,7 +148,16 @@ def _check_encrypted(value: memoryview, name: str, parsed: ParsedName, keys: Liv
         return Verdict.LOCKED
     seal = read_encrypted_seal(value)
     payload = seal.payload_bytes if seal is not None else 0
-    return _VERDICTS[decrypt_value(value, payload, name, parsed.layout_id, key)]
+    verdict = _VERDICTS[decrypt_value(value, payload, name, parsed.layout_id, key)]
+    return _older_or_foreign(seal_format(value), ENCRYPTED_SEAL_FORMATS) if verdict is Verdict.FOREIGN else verdict
+
+
+def _older_or_foreign(number: int | None, formats: Sequence[int]) -> Verdict:
+    """Return what a value is whose form has these formats, and whose number is not the last of them.
+
+    A number of none of them is of a newer release, or of another form under a name that is not that form's.
+    """
+    return Verdict.OLDER if number in formats[:-1] else Verdict.FOREIGN
 
 
 class SealCheck:

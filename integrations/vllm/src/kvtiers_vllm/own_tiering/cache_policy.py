@@ -8,7 +8,8 @@ first; until then it is evicted only where nothing else can be::
 
 A policy may come from elsewhere, so its answers are checked before a chunk leaves. After an error it is unclear what a
 policy still holds: a new one takes its place, which learns the chunks, and what they are worth, from their next uses.
-That costs a pass over all chunks on the engine's thread, so it is done a few times; the next error brings LRU for good.
+That costs a pass over all chunks on the engine's thread, so a policy may fail three times in an hour; the fourth error
+within an hour brings LRU until the engine is started again.
 
 vLLM stores all that is offered, so ``worth_storing`` is not asked. vLLM gets a class for each policy by its name:
 ``getattr`` of this module.
@@ -16,6 +17,8 @@ vLLM stores all that is offered, so ``worth_storing`` is not asked. vLLM gets a 
 
 import functools
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -39,8 +42,8 @@ except ImportError:
 __all__ = ["KvtiersCachePolicy"]
 
 _log = logging.getLogger("kvtiers.vllm")
-_MOST_REPLACEMENTS = 3  # by a new policy of the same kind; one that fails at each call would cost a pass each time
 _LAST_RESORT = "lru"
+_MOST_ERRORS, _WITHIN = 3, 3600.0  # seconds; a policy that fails at each call would cost a pass each time
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -73,11 +76,13 @@ class KvtiersCachePolicy(CachePolicy):
     """
 
     policy_name: ClassVar[str]
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.bugs = BugCount(f"{PREFIX}{self.policy_name}")
-        self._replacements = 0
+        self._replaced = deque[float](maxlen=_MOST_ERRORS)  # when, the latest times
+        self._is_last_resort = False
         self._policy = make_policy(self.policy_name, cache_capacity)
         self._chunks: dict[OffloadKey, Any] = {}
         self._unnamed: dict[OffloadKey, Any] = {}  # with vLLM's context of the request that stores it, if known
@@ -214,16 +219,16 @@ class KvtiersCachePolicy(CachePolicy):
     def _replace_policy(self) -> None:
         """Begin with a new policy, to which no chunk is known; keep this one if there can be no other.
 
-        After ``_MOST_REPLACEMENTS`` it is LRU, which stays: another error has no cause in the policy.
+        After more than ``_MOST_ERRORS`` in an hour it is LRU, which stays: another error has no cause in the policy.
         """
-        if self._replacements > _MOST_REPLACEMENTS:
+        if self._is_last_resort:
             return
-        self._replacements += 1
-        name = self.policy_name
-        if self._replacements > _MOST_REPLACEMENTS:
-            text = "%s: it has failed %d times; chunks leave by LRU from now on, until the engine is started again"
-            _log.error(text, f"{PREFIX}{name}", self._replacements)
-            name = _LAST_RESORT
+        name, now = self.policy_name, self.clock()
+        if len(self._replaced) == _MOST_ERRORS and now - self._replaced[0] < _WITHIN:
+            text = "%s: it has failed %d times in an hour; chunks leave by LRU until the engine is started again"
+            _log.error(text, f"{PREFIX}{name}", _MOST_ERRORS + 1)
+            name, self._is_last_resort = _LAST_RESORT, True
+        self._replaced.append(now)
         with suppress(ConfigError):
             self._policy = make_policy(name, self.cache_capacity)
             self._unnamed = {key: self._unnamed.get(key) for key in self._chunks}
