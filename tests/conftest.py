@@ -18,10 +18,11 @@ SHARED_FIXTURES = (
 SECONDS = {
     "tests/packaging/": 300, "replay/tests/integration/replay/test_replay_command.py": 90,
     "tests/compat/test_older_commits.py": 90, "replay/tests/integration/replay/test_engines.py": 70,
-    "tests/compat/test_stores.py": 60, "tests/integration/hosts/test_client.py": 50, "tests/unit/test_docs_site.py": 50,
+    "tests/compat/test_stores.py": 60, "tests/integration/hosts/test_client.py": 50, "tests/unit/test_docs_site.py": 40,
     "replay/tests/integration/replay/test_replay_truth.py": 50, "plugins/mooncake_tier/tests/test_conformance.py": 50,
     "tests/integration/hosts/test_kit.py": 50, "replay/tests/integration/replay/test_ranks.py": 30,
     "replay/tests/integration/replay/test_record.py": 30, "plugins/mooncake_tier/tests/test_hosts.py": 30,
+    "tests/conformance/test_broken_stores.py": 50, "tests/conformance/test_broken_tiers.py": 20,
     "tests/integration/hosts/test_bump.py": 25, "plugins/mooncake_tier/tests/test_faults.py": 20,
     "plugins/mooncake_tier/tests/test_example.py": 20,
 }  # fmt: skip
