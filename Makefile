@@ -4,7 +4,8 @@ SHELL := /bin/bash
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-PIP := $(PYTHON) -m pip --disable-pip-version-check
+# Of tens of thousands of modules few are ever imported: Python compiles them then.
+INSTALL := $(PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
 PROJECTS := $(wildcard core/pyproject.toml replay/pyproject.toml integrations/*/pyproject.toml libraries/*/pyproject.toml plugins/*/pyproject.toml)
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(PROJECTS))
 SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
@@ -16,6 +17,10 @@ export PYTHONDONTWRITEBYTECODE :=
 WITH_UV ?=
 NEWEST ?=
 LOCKED := $(if $(NEWEST),,--constraint $(VENV)/constraints.txt)
+
+# $(call editable,DISTRIBUTIONS,OPTIONS): install them with what builds them, which pip would install for each of them again.
+editable = $(INSTALL) $(LOCKED) editables 'hatchling>=1.27' && \
+	$(INSTALL) $(LOCKED) --no-build-isolation $(2) $(addprefix --editable ,$(1))
 
 # Programs that the tests run, each as command:package, and libraries, each as soname:package; installed with apt-get
 # where they are missing. The libraries are Mooncake's.
@@ -43,7 +48,6 @@ step = @echo "== $(1)"; TIMEFORMAT="== $(1): %1R s"; time $(2)
 # vLLM has an environment of its own: it pins what it uses. Its releases share that, and differ in a folder each.
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
-# Of tens of thousands of modules few are ever imported: Python compiles them then.
 VLLM_INSTALL := $(VLLM_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
 VLLM_VERSION := 0.32.0
 # 0.33 has no build for the CPU: its engine runs there with the kernels of the environment's own release.
@@ -199,7 +203,7 @@ clean:  ## Remove the environment and everything built
 $(VENV)/.made:
 	$(if $(WITH_UV),uv venv --seed --allow-existing --quiet $(VENV))
 	@[ -x $(VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VENV); }
-	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	$(INSTALL) --upgrade 'pip>=25.1'
 	@touch $@
 
 $(AZURITE)/.made:
@@ -211,16 +215,16 @@ $(VENV)/constraints.txt: $(VENV)/.made uv.lock tools/lock_constraints.py
 	@$(PYTHON) tools/lock_constraints.py > $@
 
 $(VENV)/.demo: $(VENV)/constraints.txt $(addsuffix /pyproject.toml,$(DEMO))
-	$(PIP) install --quiet $(LOCKED) $(addprefix --editable ,$(DEMO))
+	$(call editable,$(DEMO))
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml $(PROJECTS)
-	$(if $(WITH_UV),uv sync --locked --all-packages --inexact --quiet,$(PIP) install --quiet $(LOCKED) --group dev $(addprefix --editable ,$(DISTRIBUTIONS)))
+	$(if $(WITH_UV),uv sync --locked --all-packages --inexact --quiet,$(call editable,$(DISTRIBUTIONS),--group dev))
 	@touch $(VENV)/.demo $@
 
 # Tools of their own kind: what they check is run by GitHub alone, so they are no part of the environment.
 $(VENV)/.workflows: $(VENV)/.made
-	$(PIP) install --quiet 'check-jsonschema>=0.34' 'zizmor>=1.16'
+	$(INSTALL) 'check-jsonschema>=0.34' 'zizmor>=1.16'
 	@touch $@
 
 $(SGLANG_VENV)/.made: integrations/sglang/tests/requirements.txt $(PROJECTS)

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,19 @@ SHARED_FIXTURES = (
     "plugins/azure_tier/", "plugins/gcs_tier/", "plugins/redis_tier/", "plugins/s3_tier/", "tests/packaging/",
 )  # fmt: skip
 """Folders whose files share what a process makes once: servers, wheels."""
+
+SECONDS = {
+    "tests/packaging/": 300, "replay/tests/integration/replay/test_replay_command.py": 90,
+    "tests/compat/test_older_commits.py": 90, "replay/tests/integration/replay/test_engines.py": 70,
+    "tests/compat/test_stores.py": 60, "tests/integration/hosts/test_client.py": 50, "tests/unit/test_docs_site.py": 40,
+    "replay/tests/integration/replay/test_replay_truth.py": 50, "plugins/mooncake_tier/tests/test_conformance.py": 50,
+    "tests/integration/hosts/test_kit.py": 50, "replay/tests/integration/replay/test_ranks.py": 30,
+    "replay/tests/integration/replay/test_record.py": 30, "plugins/mooncake_tier/tests/test_hosts.py": 30,
+    "tests/conformance/test_broken_stores.py": 50, "tests/conformance/test_broken_tiers.py": 20,
+    "tests/integration/hosts/test_bump.py": 25, "plugins/mooncake_tier/tests/test_faults.py": 20,
+    "plugins/mooncake_tier/tests/test_example.py": 20,
+}  # fmt: skip
+"""About how long the units take whose tests are few and long. Any other unit is taken for .3 s a test."""
 
 
 def work_unit(nodeid: str) -> str:
@@ -33,6 +47,13 @@ def pytest_configure() -> None:
         settings.load_profile("any-machine")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # One that takes a minute and comes last is a minute with one process at work.
+    tests = Counter(work_unit(item.nodeid) for item in items)
+    seconds = {unit: SECONDS.get(unit, 0.3 * count) for unit, count in tests.items()}
+    items.sort(key=lambda item: -seconds[work_unit(item.nodeid)])
+
+
 def pytest_collection_finish() -> None:
     # Thousands of tests and what they import stay to the end: to look through these half a million objects takes each
     # garbage collection .3 s, and the kit makes one wherever it looks for a buffer that was kept.
@@ -42,13 +63,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute work units; xdist begins with those of most tests."""
+    """Distribute work units in the order of their tests; xdist would begin with those of most tests."""
     from xdist.scheduler import LoadFileScheduling  # not in every environment that runs some of the tests
 
     class WorkUnits(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return work_unit(nodeid)
 
+    config.option.loadscopereorder = False
     return WorkUnits(config, log)
 
 

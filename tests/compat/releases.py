@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_RUN_KVTIERS = "from kvtiers.cli.main import main; main()"
 _FILES = """
 def files():
     "Where the packages of kvtiers that are loaded come from."
@@ -20,9 +19,21 @@ def files():
     return {name: module.__file__ for name, module in found.items()}
 """
 _PLAY = """
-import json, sys, make_stores
+import contextlib, io, json, sys, make_stores
+from kvtiers.cli.main import main
+
+def command(_tier, arguments):
+    "Run a command of kvtiers as its program does; return what it prints as JSON."
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code, end.code
+    return json.loads(printed.getvalue())
+
 for line in sys.stdin:
-    found = [getattr(make_stores, what)(tier, **more) for what, tier, more in json.loads(line)]
+    found = [{**vars(make_stores), "command": command}[what](tier, **more) for what, tier, more in json.loads(line)]
     print(json.dumps([found, files()]), flush=True)
 """
 _ROLLING = """
@@ -79,6 +90,14 @@ def looked_for(tier, numbers=range(12), **options):
     return "read", tier, options | {"numbers": list(numbers)}
 
 
+def command(folder, tier, *arguments, **options):
+    """Return the step of ``play`` that runs ``kvtiers store`` on this tier, with these options in its config."""
+    config = {"version": 1, "namespace": "golden", "primary": {"capacity": "1MiB"}, "secondary": [tier]} | options
+    (folder / "tiers.yaml").write_text(json.dumps(config))
+    where = [tier["name"], "--config", str(folder / "tiers.yaml"), "--json", "--value-bytes", "4KiB"]
+    return "command", tier, {"arguments": ["store", arguments[0], *where, *arguments[1:]]}
+
+
 class Player:
     """A process of a release that does steps, each with a client of its own."""
 
@@ -116,13 +135,25 @@ class Player:
         return self._errors.read()
 
 
-def play(release, *steps):
-    """Let a process of this release do these steps; return what each one found."""
-    player = Player(release)
-    try:
-        return player.play(*steps)
-    finally:
-        player.close()
+class Players:
+    """One process of each release, started at its first step: a start takes longer than most steps."""
+
+    def __init__(self):
+        self._players = {}
+
+    def play(self, release, *steps):
+        """Let the process of a release, or of this tree (None), do these steps; return what each one found."""
+        if release not in self._players:
+            self._players[release] = Player(release)
+        try:
+            return self._players[release].play(*steps)
+        except BaseException:  # the next test gets a process of its own
+            self._players.pop(release).kill()
+            raise
+
+    def close(self):
+        for player in self._players.values():
+            player.close()
 
 
 def _are_of(release, files, tiers):
@@ -134,14 +165,6 @@ def _are_of(release, files, tiers):
             assert Path(file).is_relative_to(folder), f"{name} is not the release's: {file}"
         elif not folder:
             assert Path(file).is_relative_to(HERE.parents[1]), f"{name} is not this source tree's: {file}"
-
-
-def command(release, folder, tier, *arguments, **options):
-    """Run ``kvtiers store`` on this tier, with these options in its config; return what it prints as JSON."""
-    config = {"version": 1, "namespace": "golden", "primary": {"capacity": "1MiB"}, "secondary": [tier]} | options
-    (folder / "tiers.yaml").write_text(json.dumps(config))
-    where = [tier["name"], "--config", folder / "tiers.yaml", "--json", "--value-bytes", "4KiB"]
-    return json.loads(said(python(release, "-c", _RUN_KVTIERS, "store", arguments[0], *where, *arguments[1:])))
 
 
 def at_once(releases, tiers, seconds, *, disjoint=False, **options):

@@ -22,7 +22,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent / "differential")]
 
 from kinds import KINDS  # noqa: E402
-from releases import Player, at_once, command, filled, looked_for  # noqa: E402
+from releases import Players, at_once, command, filled, looked_for  # noqa: E402
 
 OLDEST = {
     "0a449936": ("fs", "redis", "s3"),
@@ -96,20 +96,9 @@ def older(tmp_path_factory):
 @pytest.fixture(scope="module")
 def play():
     """Return a function that lets the process of a commit, or of this tree (None), do steps: one process of each."""
-    players = {}
-
-    def play(release, *steps):
-        if release not in players:
-            players[release] = Player(release)
-        try:
-            return players[release].play(*steps)
-        except BaseException:  # the next cell gets a process of its own
-            players.pop(release).kill()
-            raise
-
-    yield play
-    for player in players.values():
-        player.close()
+    players = Players()
+    yield players.play
+    players.close()
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +126,8 @@ def test_an_upgrade_finds_what_the_older_one_stored_and_so_does_the_way_back(
     assert all(found), "this tree misses what the older commit stored"
     assert all(*play(release, looked_for(tier, range(24)))), "the older commit misses what this tree stored"
     if kind not in UNLISTED:
-        assert command(None, tmp_path, tier, "verify")["ok"]["values"] == 24
+        (verified,) = play(None, command(tmp_path, tier, "verify"))
+        assert verified["ok"]["values"] == 24
 
 
 @pytest.mark.parametrize(("commit", "kind"), CELLS)

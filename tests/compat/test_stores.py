@@ -26,7 +26,7 @@ REPOSITORY = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 from formats import FORMS, PLAYED, stem, stored_as  # noqa: E402
-from releases import at_once, command, filled, looked_for, play  # noqa: E402
+from releases import Players, at_once, command, filled, looked_for  # noqa: E402
 
 STEMS = sorted(path.name.removesuffix(".tar.gz") for path in (HERE / "stores").glob("*.tar.gz"))
 KINDS = ("files", "slab", "redis")
@@ -53,8 +53,8 @@ def redis_url(tmp_path_factory):
 class Golden:
     """The stores of one form, laid out, and how this release and the next look at one of them."""
 
-    def __init__(self, folder, redis_url, name):
-        self.folder, self.form = folder, name.partition("-")[0]
+    def __init__(self, folder, redis_url, play, name):
+        self.folder, self.play, self.form = folder, play, name.partition("-")[0]
         with tarfile.open(HERE / "stores" / f"{name}.tar.gz") as archive:
             archive.extractall(folder, filter="data")
         self.files = {name: path.read_bytes() for name, path in self._places().items()}
@@ -77,7 +77,8 @@ class Golden:
         return filled(self.tiers[kind], **self.options)
 
     def command(self, release, kind, *arguments):
-        return command(release, self.folder, self.tiers[kind], *arguments, **self.config)
+        (printed,) = self.play(release, command(self.folder, self.tiers[kind], *arguments, **self.config))
+        return printed
 
     def values(self):
         """Return what files hold of values, without the records of fingerprints."""
@@ -97,10 +98,18 @@ class Golden:
         return {re.sub(r"/@[0-9a-f]{2}/", "/", str(path.relative_to(root))): path for path in paths}
 
 
+@pytest.fixture(scope="module")
+def play():
+    """Return a function that lets the process of a release, or of this tree (None), do steps: one process of each."""
+    players = Players()
+    yield players.play
+    players.close()
+
+
 @pytest.fixture
-def golden(tmp_path, redis_url):
+def golden(tmp_path, redis_url, play):
     """Return a function that lays out the stores of this name."""
-    return lambda name: Golden(tmp_path, redis_url, name)
+    return lambda name: Golden(tmp_path, redis_url, play, name)
 
 
 @pytest.fixture(scope="session")
@@ -170,7 +179,7 @@ def test_a_store_of_a_released_format_is_read_or_missed_and_every_command_works_
     ],
 )
 def test_the_next_release_misses_what_this_one_wrote_and_prunes_it_and_this_one_prunes_nothing_newer(
-    golden, next_release, form, raised, kind
+    golden, play, next_release, form, raised, kind
 ):
     laid_out, next_release = golden(stem(form)), next_release(raised)
     assert not any(*play(next_release, laid_out.looked_for(kind)))
@@ -191,7 +200,7 @@ def test_the_next_release_misses_what_this_one_wrote_and_prunes_it_and_this_one_
     ("form", "raised"), [("plain", "seal"), ("compressed", "compressed"), ("encrypted", "encrypted")]
 )
 def test_of_a_store_of_two_releases_each_prunes_only_what_is_older_than_itself_and_nothing_that_is_foreign(
-    golden, next_release, form, raised
+    golden, play, next_release, form, raised
 ):
     laid_out, next_release = golden(stem(form)), next_release(raised)
     old = laid_out.names()
@@ -224,7 +233,7 @@ def foreign_value(form, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_encrypted_is_read_by_a_next_release_that_has_another_plain_seal_and_the_way_back(
-    golden, next_release, kind
+    golden, play, next_release, kind
 ):
     laid_out, next_release = golden(stem("encrypted")), next_release("seal")
     assert all(*play(next_release, laid_out.looked_for(kind)))

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,3 +29,17 @@ def test_one_process_runs_a_whole_file_or_all_that_share_fixtures(test, unit):
 def test_folders_that_share_fixtures_exist():
     for folder in suite.SHARED_FIXTURES:
         assert any((ROOT / folder).glob("**/conftest.py"))
+
+
+def test_what_takes_long_is_a_unit_and_exists():
+    for unit in suite.SECONDS:
+        assert (ROOT / unit).exists(), unit
+        assert suite.work_unit(f"{unit}::test_a") == unit
+
+
+def test_what_takes_longest_is_begun_first_and_a_unit_stays_together():
+    few, many = "tests/unit/test_docs_site.py", "tests/unit/test_words.py"
+    units = ["tests/unit/test_process.py", few, *[many] * 30, few]
+    items = [SimpleNamespace(nodeid=f"{unit}::test_{number}") for number, unit in enumerate(units)]
+    suite.pytest_collection_modifyitems(items)
+    assert [suite.work_unit(item.nodeid) for item in items] == [few, few, *[many] * 30, units[0]]

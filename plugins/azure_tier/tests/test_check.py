@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 from azure_servers import ACCOUNT, ACCOUNT_KEY, account_sas
-from objectstore_checks import CheckTests, check, refused, the_error
+from objectstore_checks import CheckTests, check_here, refused, the_error
 from objectstore_commands import CommandTests, run, write_file
 
 from kvtiers_azure.store import AzureStore
@@ -44,7 +44,7 @@ class TestAzureCheck(CheckTests):
         assert "403 Auth" in the_error(config(sas=account_sas(valid=timedelta(hours=-1))))
 
     def test_a_signature_that_may_not_write(self, config):
-        errors = [f.text for f in check(config(sas=account_sas("rl"))) if f.level == "error"]
+        errors = [f.text for f in check_here(config(sas=account_sas("rl"))) if f.level == "error"]
         assert any("403 AuthorizationPermissionMismatch: not allowed; grant the role" in text for text in errors)
 
     @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from objectstore_checks import CheckTests, check, refused, the_error
+from objectstore_checks import CheckTests, check_here, refused, the_error
 from objectstore_commands import CommandTests, run, write_file
 
 from kvtiers_gcs.store import GcsStore
@@ -60,7 +60,7 @@ class TestGcsCheck(CheckTests):
         between.script = with_settings(
             {"versioning": {"enabled": True}, "softDeletePolicy": {"retentionDurationSeconds": "604800"}}
         )
-        found = check(config(prefix="team/llama", **through(between)))
+        found = check_here(config(prefix="team/llama", **through(between)))
         said = [f"{finding.text}. Fix: {finding.fix}" for finding in found if finding.level == "warning"]
         for expected in (
             "so the bucket grows for ever. Fix: 'kvtiers-gcs lifecycle --days N --prefix team/llama' prints one",
@@ -74,14 +74,16 @@ class TestGcsCheck(CheckTests):
     def test_the_rules_that_the_command_prints_are_the_ones_that_are_wanted(self, config, between, through):
         printed = json.loads(run("kvtiers-gcs", "lifecycle", "--days", "9", "--prefix", "team/llama").stdout)
         between.script = with_settings({"lifecycle": printed})
-        texts = [finding.text for finding in check(config(prefix="team/llama", **through(between)))]
+        texts = [finding.text for finding in check_here(config(prefix="team/llama", **through(between)))]
         assert "values are removed 9 days after they were written" in texts
         assert "uploads that never ended are aborted after 1 days" in texts
-        assert any("grows for ever" in finding.text for finding in check(config(prefix="other", **through(between))))
+        assert any(
+            "grows for ever" in finding.text for finding in check_here(config(prefix="other", **through(between)))
+        )
 
     def test_settings_that_may_not_be_read_are_a_warning(self, config, between, through):
         between.script = lambda request: Fault(refusal(403, "")) if of_settings(request) else None
-        found = check(config(**through(between)))
+        found = check_here(config(**through(between)))
         assert any("the bucket's settings cannot be read: GET of the bucket's settings: 403" in f.text for f in found)
         assert not [finding for finding in found if finding.level == "error"]
 

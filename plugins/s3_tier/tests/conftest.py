@@ -27,6 +27,7 @@ servers = _load("s3_servers", HERE / "servers.py")
 SHARED = HERE.parents[2] / "libraries" / "objectstore" / "tests"
 if SHARED.is_dir():  # not beside an installed plugin, where the tests of the plugin alone are run
     _load("objectstore_service", SHARED / "service.py")
+    _load("objectstore_checks", SHARED / "checks.py")
 KEYS = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY, "region": "us-east-1"}
 
 

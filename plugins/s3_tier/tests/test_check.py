@@ -4,28 +4,14 @@ import ssl
 
 import pytest
 import trustme
+from objectstore_checks import check, check_here, the_error
 from s3_servers import client_of, free_ports, new_bucket
 
-from kvtiers.api import Finding
-from kvtiers.cli.check.check_tier import try_tiers
 from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
 from kvtiers_s3.store import S3Store
 
 MIB = 1 << 20
 CLIENTS = ["obstore", "boto3"]
-
-
-def check(config, value_bytes=MIB) -> list[Finding]:
-    [trial] = try_tiers([config], "ns", value_bytes, 60.0)
-    return trial.findings
-
-
-def the_error(config) -> str:
-    """Return the one error of the check; it is one line, and says what to do."""
-    [error] = [finding for finding in check(config) if finding.level == "error"]
-    assert "\n" not in error.text
-    assert error.fix
-    return error.text
 
 
 def warnings(findings):
@@ -120,15 +106,15 @@ def test_a_redirect_that_names_no_region_is_not_followed(config, between, client
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
-    ("fault", "expected"),
+    ("fault", "timeout", "expected"),
     [
-        (Fault(cut=0, reset=True), "CutOff: the connection ended in the middle of an answer"),
-        (Fault(first_byte=9.0), "Timeout: no answer in time"),
+        (Fault(cut=0, reset=True), "30s", "CutOff: the connection ended in the middle of an answer"),
+        (Fault(first_byte=9.0), "1s", "Timeout: no answer in time"),
     ],
     ids=["reset", "slow"],
 )
-def test_a_connection_that_fails_at_the_start(config, between, client, fault, expected):
-    assert expected in said_of(config, between, lambda _: fault, client=client, timeout="3s")
+def test_a_connection_that_fails_at_the_start(config, between, client, fault, timeout, expected):
+    assert expected in said_of(config, between, lambda _: fault, client=client, timeout=timeout)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -146,7 +132,7 @@ def test_a_body_that_fails(config, between, client, fault, expected):
         return fault if request.method == "GET" and "_check/" in request.path else None
 
     between.script = script
-    found = check(config(client=client, endpoint=between.endpoint, timeout="2s"), 64 << 10)
+    found = check_here(config(client=client, endpoint=between.endpoint, timeout="2s"), 64 << 10)
     errors = [finding.text for finding in found if finding.level == "error"]
     assert "reading the probe value back" in errors[0]
     assert expected in errors[0]
@@ -164,7 +150,7 @@ def test_an_object_of_another_size_than_was_written(config, between, client):
             elsewhere.put_object(Bucket=options.bucket, Key=key, Body=b"short")
 
     between.script = script
-    errors = [finding.text for finding in check(options) if finding.level == "error"]
+    errors = [finding.text for finding in check_here(options) if finding.level == "error"]
     assert "the value just written cannot be read back: absent, or of another length" in errors[0]
 
 
@@ -198,7 +184,7 @@ def test_a_private_authority_has_to_be_given(config, radosgw, tmp_path, client):
         assert "Certificate: the server's certificate is not trusted; give its authority's certificate" in text
         text = the_error(config(client=client, endpoint=proxy.endpoint, ca_file=tmp_path / "other.pem"))
         assert "Certificate: " in text
-        found = check(config(client=client, endpoint=proxy.endpoint, ca_file=tmp_path / "ca.pem"))
+        found = check_here(config(client=client, endpoint=proxy.endpoint, ca_file=tmp_path / "ca.pem"))
     assert [finding for finding in found if finding.level == "error"] == []
 
 
@@ -213,7 +199,7 @@ def test_a_file_without_certificates(config, tmp_path, content, said):
 
 
 def test_a_bucket_without_rules_gets_a_warning_with_the_command(config):
-    found = warnings(check(config(prefix="team/llama")))
+    found = warnings(check_here(config(prefix="team/llama")))
     assert any(
         "the bucket grows for ever. Fix: 'kvtiers-s3 lifecycle --days N --prefix team/llama'" in w for w in found
     )
@@ -231,12 +217,12 @@ def test_the_rule_that_the_command_prints_is_the_one_that_is_wanted(config, rado
     printed = json.loads(capsys.readouterr().out)
     bucket = new_bucket(radosgw.endpoint)
     client_of(radosgw.endpoint).put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=printed)
-    found = check(config(bucket=bucket, prefix="team/llama"))
+    found = check_here(config(bucket=bucket, prefix="team/llama"))
     assert not any("lifecycle" in text for text in warnings(found))
     texts = [finding.text for finding in found]
     assert "values are removed 9 days after they were written" in texts
     assert "uploads that never ended are aborted after 1 days" in texts
-    found = warnings(check(config(bucket=bucket, prefix="team/other")))
+    found = warnings(check_here(config(bucket=bucket, prefix="team/other")))
     assert any("grows for ever" in warning for warning in found)
 
 
@@ -245,7 +231,7 @@ def test_uploads_in_flight_are_reported(config):
     client = client_of(options.endpoint)
     where = {"Bucket": options.bucket, "Key": f"{options.prefix}/a"}
     upload = client.create_multipart_upload(**where)["UploadId"]
-    assert any(finding.text.startswith("1 uploads in flight, or left") for finding in check(options))
+    assert any(finding.text.startswith("1 uploads in flight, or left") for finding in check_here(options))
     client.abort_multipart_upload(**where, UploadId=upload)
 
 
@@ -253,12 +239,12 @@ def test_versions_are_warned_of(config, radosgw):
     bucket = new_bucket(radosgw.endpoint)
     client = client_of(radosgw.endpoint)
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
-    assert any("the bucket keeps versions" in warning for warning in warnings(check(config(bucket=bucket))))
+    assert any("the bucket keeps versions" in warning for warning in warnings(check_here(config(bucket=bucket))))
 
 
 def test_what_may_not_be_looked_at_is_a_warning(config, between):
     between.script = lambda r: Fault(refusal(403, "AccessDenied")) if "?lifecycle" in r.path else None
-    found = warnings(check(config(endpoint=between.endpoint)))
+    found = warnings(check_here(config(endpoint=between.endpoint)))
     assert any("GET of the bucket's lifecycle rules: 403 AccessDenied" in warning for warning in found)
 
 
@@ -280,6 +266,6 @@ def test_small_values_far_away_are_warned_of_and_large_ones_are_not(config, betw
 
 def test_a_check_leaves_nothing_behind(config):
     options = config()
-    check(options)
+    check_here(options)
     listed = client_of(options.endpoint).list_objects_v2(Bucket=options.bucket, Prefix=options.prefix)
     assert listed["KeyCount"] == 0

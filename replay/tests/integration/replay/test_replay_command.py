@@ -205,10 +205,11 @@ def test_the_engines_prefix_cache_appears_among_the_hits(config_file, trace_file
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line_and_exit_status_2(arguments, text) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
+    # In this process: to start one takes longer than to refuse its arguments.
+    done = CliRunner().invoke(cli, ["replay", *arguments], prog_name="kvtiers")
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit)
     assert text in done.stderr
-    assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 

@@ -21,7 +21,7 @@ from kvtiers.api.config import dump_resolved
 from kvtiers.api.units import format_duration
 from kvtiers.cli.check.round_trip import OWN_FAULT, REACH
 
-__all__ = ["Trial", "try_tiers"]
+__all__ = ["Trial", "task_of", "try_tiers"]
 
 _LAST_WORDS = 300
 _LAST_SECONDS = 5.0
@@ -36,12 +36,7 @@ class Trial:
         self.findings: list[Finding] = []
         self._stage = "being started"
         self._done = False
-        self._task = {
-            "type": config.type,
-            "options": dump_resolved(config),
-            "namespace": namespace,
-            "value_bytes": value_bytes,
-        }
+        self._task = task_of(config, namespace, value_bytes)
 
     def start(self) -> None:
         """Begin, and return at once."""
@@ -121,6 +116,16 @@ class Trial:
                 self._add(Finding(level, text, fix))
             case {"done": True}:
                 self._done = True
+
+
+def task_of(config: TierConfig, namespace: str, value_bytes: int) -> dict[str, Any]:
+    """Return what a trial process is to do: all of it is JSON, its secrets in plain text."""
+    return {
+        "type": config.type,
+        "options": dump_resolved(config),
+        "namespace": namespace,
+        "value_bytes": value_bytes,
+    }
 
 
 def try_tiers(configs: Sequence[TierConfig], namespace: str, value_bytes: int, timeout: float) -> list[Trial]:

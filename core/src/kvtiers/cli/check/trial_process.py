@@ -32,7 +32,7 @@ from kvtiers.host.compressed_store import compressed_store
 from kvtiers.host.quotas import TenantQuotas
 from kvtiers.plugins import load_tier
 
-__all__ = ["main"]
+__all__ = ["main", "run_trial"]
 
 _DRAIN_SECONDS = 5.0
 _LONGEST_TEXT = 1_000
@@ -50,9 +50,14 @@ def main() -> None:
     faulthandler.enable()
     task = json.loads(sys.stdin.readline())
     with os.fdopen(pipe, "wb", buffering=0) as out:
-        _TrialRun(task, lambda message: out.write(json.dumps(message).encode() + b"\n")).run()
+        run_trial(task, lambda message: out.write(json.dumps(message).encode() + b"\n"))
         out.write(b'{"done": true}\n')
         os._exit(0)
+
+
+def run_trial(task: Mapping[str, Any], report: Callable[[dict[str, Any]], object]) -> None:
+    """Try the tier of a task (``task_of``) in this process; ``report`` gets each message. No failure is raised."""
+    _TrialRun(task, report).run()
 
 
 class _TrialRun:
