@@ -39,7 +39,7 @@ from kvtiers_transformers.writer import Writer
 __all__ = ["PrefixCache"]
 
 _log = logging.getLogger("kvtiers")
-_BOUNCE_BYTES = 1 << 30  # half of it is what a load has in flight: 16 values of 32 MiB; only touched memory is used
+_BOUNCE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # half of it is what a load has in flight: 16 values of 32 MiB
 _COUNTS = ("prompts", "prompt_tokens", "loaded_tokens", "bypassed_calls", "failed_calls")
 _T = TypeVar("_T")
 
@@ -102,7 +102,8 @@ class PrefixCache:
         identity = identity_of(model, geometry, weights)
         release = f"transformers-{transformers.__version__}"
         lengths = [kind.nbytes for kind in geometry.kinds]
-        bounce = max(_BOUNCE_BYTES, 4 * max(lengths))
+        device = geometry.kinds[0].parts[0].device.type
+        bounce = max(_BOUNCE_BYTES.get(device, _BOUNCE_BYTES["cpu"]), 4 * max(lengths))
         loaded = config if isinstance(config, OffloadConfig) else load_config(config)
         self._tenants, self._tenant = loaded.tenant_rule(), tenant
         self._client = open_client(
