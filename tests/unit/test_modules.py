@@ -19,6 +19,7 @@ OF_ITS_OWN = {
     "kvtiers_azure.failures": "what Azure says, as the other services' failures",
     "kvtiers_gcs.store": "the entry point imports it late, in the tier host alone",
     "kvtiers_objectstore.speed": "`kvtiers check` alone imports it, late",
+    "kvtiers_transformers.weights": "a digest of all weights, which identity.py has for one of a model's facts",
     "kvtiers_s3.diagnosis": "`kvtiers check` alone imports it, late",
     "kvtiers_s3.store": "the entry point imports it late, in the tier host alone",
 }
