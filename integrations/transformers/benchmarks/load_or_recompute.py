@@ -114,7 +114,8 @@ def measure(model: Any, tier: str, lengths: list[int], rounds: int, folder: Path
     with options_of_tier(tier, folder) as options:
         secondary = {"type": tier, "store_queue": 1 << 16, "deadline": "120s", **options}
         config = {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": [secondary]}
-        with PrefixCache(config, model, chunk_tokens=CHUNK, load_wait=60.0, pending_bytes=16 << 30) as cache:
+        options_of_cache = {"chunk_tokens": CHUNK, "load": "always", "load_wait": 60.0, "pending_bytes": 16 << 30}
+        with PrefixCache(config, model, **options_of_cache) as cache:
             for length in lengths:
                 found = measure_one(model, cache, length, rounds) | {"tier": tier}
                 print(line_of(found), file=sys.stderr, flush=True)

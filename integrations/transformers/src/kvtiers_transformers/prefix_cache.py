@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import transformers
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteriaList
 
 from kvtiers import BlockHashChain, OffloadConfig, load_config, open_client
 from kvtiers.api import ConfigError
@@ -30,6 +30,7 @@ from kvtiers_transformers.adapters import active_adapters
 from kvtiers_transformers.arguments import left_padding, problem_of
 from kvtiers_transformers.geometry import ValueKind
 from kvtiers_transformers.identity import identity_of, refuse_model, text_config
+from kvtiers_transformers.load_or_compute import FirstToken, LoadOrCompute
 from kvtiers_transformers.model_checks import ModelGuard, probe
 from kvtiers_transformers.prefill import Prefill, stack
 from kvtiers_transformers.reader import Reader, key_of
@@ -41,6 +42,7 @@ __all__ = ["PrefixCache"]
 _log = logging.getLogger("kvtiers")
 _BOUNCE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # half of it is what a load has in flight: 16 values of 32 MiB
 _COUNTS = ("prompts", "prompt_tokens", "loaded_tokens", "bypassed_calls", "failed_calls")
+_LOADS = ("when_faster", "always")
 _T = TypeVar("_T")
 
 
@@ -48,7 +50,7 @@ _T = TypeVar("_T")
 class _Prompt:
     """A prompt whose cache came from here. ``chain``: its hashes; ``kept``: chunks that need no store, by kind.
 
-    ``tenant``: whose its values are.
+    ``tenant``: whose its values are. ``first_token``: measures what computing the rest takes.
     """
 
     ids: torch.Tensor
@@ -56,6 +58,7 @@ class _Prompt:
     adapters: str
     tenant: str
     kept: dict[str, int]
+    first_token: FirstToken | None = None
     is_abandoned: bool = False
 
 
@@ -66,8 +69,9 @@ class PrefixCache:
     for prompts that are text. ``chunk_tokens``: what is stored as one value; a prefix is restored in steps of it.
     ``state_tokens``: between two boundaries that keep states, which are large. ``weights``: "digest" reads all
     of them once; "commit" takes the hub's. ``salt``: prompts with different salts share nothing. ``tenant``: whose
-    prompts they are where a call does not say it; "" for no one's. ``load_wait``: seconds that a prompt waits for the
-    tiers, at most. ``pending_bytes``: of stores that wait; more is not stored.
+    prompts they are where a call does not say it; "" for no one's. ``load``: "when_faster" computes a prefix where,
+    as measured in this process, loading it would take longer; "always" loads all that is found. ``load_wait``: seconds
+    that a prompt waits for the tiers, at most. ``pending_bytes``: of stores that wait; more is not stored.
 
     ConfigError, in one line, for a model whose KV cannot be restored rightly, and for mistakes of the config or a
     tenant that it does not allow. A call's own ``tenant`` is never an error: one that may not be runs without the
@@ -85,11 +89,14 @@ class PrefixCache:
         weights: str = "digest",
         salt: str = "",
         tenant: str = "",
+        load: str = "when_faster",
         load_wait: float = 5.0,
         pending_bytes: int = 1 << 30,
     ) -> None:
         if chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens is {chunk_tokens}, expected at least 1")
+        if load not in _LOADS:
+            raise ConfigError(f"load is {load!r}, expected one of: {', '.join(_LOADS)}")
         refuse_model(model)
         self._model = model
         self._tokenizer = tokenizer
@@ -109,7 +116,8 @@ class PrefixCache:
         self._client = open_client(
             loaded, identity, lengths, bounce_bytes=bounce, way_in="in transformers", release=release, tenant=tenant
         )
-        self._reader = Reader(self._client, geometry, self._config)
+        self._rule = LoadOrCompute() if load == "when_faster" else None
+        self._reader = Reader(self._client, geometry, self._config, self._rule)
         self._writer = Writer(self._client, pending_bytes)
         self._prefill = Prefill(model, geometry, state_tokens)
         self._prompts: weakref.WeakKeyDictionary[Any, _Prompt] = weakref.WeakKeyDictionary()
@@ -133,8 +141,10 @@ class PrefixCache:
         cache = self._never_raises(lambda: self._prepare(inputs, arguments, tenant))
         if cache is None:
             return self._model.generate(inputs, **arguments)
-        found = self._model.generate(input_ids=inputs, cache=cache, **arguments)
+        timed = self._never_raises(lambda: self._timed(cache, arguments)) or arguments
+        found = self._model.generate(input_ids=inputs, cache=cache, **timed)
         if len(inputs) == 1 and cache in self._prompts:
+            self._never_raises(lambda: self._measure(cache))
             self._never_raises(lambda: self._store(cache, getattr(found, "sequences", found)))
         return found
 
@@ -169,6 +179,7 @@ class PrefixCache:
         """Return counts since the cache was opened: tokens, calls, values; and the client's, under ``client``."""
         with self._lock:
             counts: dict[str, Any] = dict(self._counts)
+        counts["skipped_loads"] = self._rule.skipped if self._rule else 0
         return counts | self._writer.counts() | {"client": self._client.stats()}
 
     def close(self, timeout: float = 30.0) -> None:
@@ -245,6 +256,8 @@ class PrefixCache:
         self._count(prompts=1, prompt_tokens=len(ids), loaded_tokens=chunks * self._chunk)
         kept = dict.fromkeys((kind.name for kind in self._geometry.kinds), chunks)
         self._prompts[cache] = prompt = _Prompt(ids.detach().clone(), chain, adapters, tenant, kept)
+        if self._rule:
+            prompt.first_token = FirstToken(len(ids) - chunks * self._chunk, self._geometry.kinds[0].parts[0].device)
         if computes and self._geometry.at_boundaries:
             start = chunks * self._chunk
             stops = self._prefill.stops(start, len(ids) - 1)
@@ -254,6 +267,21 @@ class PrefixCache:
             if stops:
                 self._keep_rows(cache, prompt, stops[-1])
         return cache
+
+    def _timed(self, cache: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return a call's arguments, and in them what sees the first token of a single prompt."""
+        prompt = self._prompts.get(cache)
+        if prompt is None or prompt.first_token is None:
+            return arguments
+        criteria = [prompt.first_token, *(arguments.get("stopping_criteria") or ())]
+        return {**arguments, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+    def _measure(self, cache: Any) -> None:
+        """Note for the rule what computing the rest of a prompt took."""
+        first = self._prompts[cache].first_token
+        seconds = first.seconds() if first else None
+        if self._rule and first and seconds is not None:
+            self._rule.computed(first.tokens, seconds)
 
     def _finish(self, ids: torch.Tensor, cache: Any) -> None:
         """Compute a prompt of a batch up to its last token but one, and store its chunks."""

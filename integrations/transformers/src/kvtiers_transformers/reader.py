@@ -8,6 +8,7 @@ import torch
 
 from kvtiers import Client
 from kvtiers_transformers.geometry import Geometry, ValueKind
+from kvtiers_transformers.load_or_compute import LoadOrCompute
 from kvtiers_transformers.values import Restored, views_of
 
 __all__ = ["Reader", "key_of"]
@@ -30,21 +31,26 @@ class _Prompt(NamedTuple):
 
 
 class Reader:
-    """Restores caches of one sequence. ``config``: the model's, of which ``DynamicCache`` makes its layers."""
+    """Restores caches of one sequence. ``config``: the model's, of which ``DynamicCache`` makes its layers.
 
-    def __init__(self, client: Client, geometry: Geometry, config: Any) -> None:
+    ``rule``: what loads are worth; None: all are made.
+    """
+
+    def __init__(self, client: Client, geometry: Geometry, config: Any, rule: LoadOrCompute | None = None) -> None:
         self._client = client
         self._geometry = geometry
         self._config = config
+        self._rule = rule
 
     def restore(self, chain: Sequence[bytes], seconds: float, tenant: str = "") -> tuple[Any, int]:
         """Return a cache, and at how many chunks it stands; (None, 0) if nothing was found in time.
 
-        ``chain``: the hash of each chunk that may be restored. ``tenant``: whose values, "" for no one's. A value that
-        is damaged, or gone, moves the boundary.
+        The same if computing is expected to be faster, by the rule. ``chain``: the hash of each chunk that may be
+        restored. ``tenant``: whose values, "" for no one's. A value that is damaged, or gone, moves the boundary.
         """
         prompt = _Prompt(chain, tenant, time.monotonic() + seconds)
         reach = self._reach(prompt)
+        begun = time.monotonic()
         for _ in range(_MOST_TRIES):
             if reach < 1 or time.monotonic() >= prompt.until:
                 break
@@ -52,11 +58,27 @@ class Reader:
                 reach -= 1
                 continue
             restored = Restored(self._geometry, self._config, reach)
+            nbytes = sum((reach - restored.first_chunk(kind)) * kind.nbytes for kind in self._geometry.kinds)
+            limit = self._limit(reach, nbytes)
+            if limit is None:
+                break
+            prompt = prompt._replace(until=min(prompt.until, begun + limit))
             good = self._fill(restored, prompt, reach)
+            self._measure(nbytes, begun, prompt.until, is_whole=good == reach)
             if good == reach:
                 return restored.cache(), reach
             reach = min(good, reach - 1)
         return None, 0
+
+    def _limit(self, reach: int, nbytes: int) -> float | None:
+        """Return how many seconds a load may take, None if it shall not be made."""
+        return self._rule.limit(reach * self._geometry.chunk_tokens, nbytes) if self._rule else float("inf")
+
+    def _measure(self, nbytes: int, begun: float, until: float, *, is_whole: bool) -> None:
+        """Note what a load took. One that has failed before its time was up says nothing."""
+        now = time.monotonic()
+        if self._rule and (is_whole or now >= until):
+            self._rule.loaded(nbytes, now - begun if is_whole else max(now - begun, 2 * (until - begun)))
 
     def _reach(self, prompt: _Prompt) -> int:
         """Return how many leading chunks have values of the kind of which all are needed."""
