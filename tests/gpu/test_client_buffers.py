@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvtiers import ModelIdentity, open_client
+from kvtiers.gpu.cuda import buffers
 from kvtiers.gpu.cuda import driver as cuda_driver
 
 NBYTES = 3 * 4096
@@ -148,7 +149,9 @@ def opened(**more):
         "version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "30s",
         "secondary": [{"type": "memory", "capacity": "64MiB"}],
     }  # fmt: skip
-    return open_client(config, ModelIdentity("m", weights="w"), NBYTES, bounce_bytes=1 << 16, deadline=PATIENCE, **more)
+    return open_client(
+        config, ModelIdentity("m", weights="w"), NBYTES, **{"bounce_bytes": 1 << 16, "deadline": PATIENCE} | more
+    )
 
 
 @pytest.fixture
@@ -308,6 +311,65 @@ def test_a_device_that_fails_costs_its_call_alone(client, played, failing) -> No
     free = client.stats()
     assert free["free_bounce_rows"] == free["bounce_rows"]
     assert client.get_into(keys(1), [there]) == [True]
+
+
+def test_a_close_ends_a_call_that_waits_for_the_gpu_and_destroys_no_event_in_use(client, played) -> None:
+    played.is_working = True
+    there, results = played.array(value(1), stream=1), []
+    waiting = threading.Thread(target=lambda: results.append(client.put(keys(1), [there])))
+    waiting.start()
+    until = time.monotonic() + PATIENCE
+    while "cuEventQuery" not in played.calls:
+        assert time.monotonic() < until
+    client.close()
+    waiting.join(PATIENCE)
+    assert results[0].stored == [False]
+    last = len(played.calls) - 1 - played.calls[::-1].index("cuEventQuery")
+    assert last < played.calls.index("cuEventDestroy_v2")
+
+
+@pytest.mark.gpu
+def test_a_graph_that_another_thread_captures_is_not_disturbed(client) -> None:
+    there, done = torch.from_numpy(value(1)).cuda(), threading.Event()
+    assert client.put(keys(1), [there]).stored == [True]
+    back, results = torch.zeros_like(there), []
+    torch.cuda.synchronize()
+
+    def move():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            results.append(client.put(keys(1, 1), [there]).stored == [True])
+            results.append(client.get_into(keys(1), [back]) == [True])
+        done.set()
+
+    graph, numbers = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    with torch.cuda.graph(graph):
+        numbers += 1
+        thread = threading.Thread(target=move)
+        thread.start()
+        assert done.wait(PATIENCE)
+        numbers += 1
+    thread.join(PATIENCE)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert numbers.tolist() == [2.0] * 8
+    assert results == [True, True]
+    assert bytes_of(back) == value(1).tobytes()
+
+
+def test_rows_are_pinned_in_pieces_of_whole_rows_and_pages(played, monkeypatch) -> None:
+    monkeypatch.setattr(buffers, "_PIN_BYTES", 1)
+    with contextlib.closing(opened()) as client:
+        assert client.put(keys(1), [played.array(value(1))]).stored == [True]
+        first, *more = sorted(played.pinned)
+        assert more
+        assert all((place - first) % client._rows.row_stride == 0 and place % 4096 == 0 for place in more)
+
+
+def test_one_bad_array_keeps_no_other_from_being_stored(client, played) -> None:
+    bad = PlayedArray(value(1))
+    bad.__cuda_array_interface__ = {"shape": (3,)}
+    assert client.put(keys(2), [bad, played.array(value(2))]).stored == [False, True]
 
 
 def test_a_close_unpins_the_rows_and_nothing_is_left(played) -> None:

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvtiers.client.arguments import Value
 from kvtiers.client.client import Client
 from kvtiers.client.pieces import Pieces
-from kvtiers.client.requests import Put, Task, Transfer
+from kvtiers.client.requests import Get, Put, Task, Transfer
 from kvtiers.client.rows import BounceRows
 from kvtiers.client.state import ClientState
 from kvtiers.layout.tenants import Tenants
@@ -111,3 +112,11 @@ def test_a_call_waits_for_a_claim_that_a_job_uses_and_has_it_ended(pieces, rows,
     assert pieces._ended(request, table, [4]) == {4: ClaimState.OPEN}
     assert len(driver.tasks) == 2, "to drop what has not begun, and to end what is in use"
     assert all(task.until == float("inf") for task in driver.tasks), "neither may be too late"
+
+
+@pytest.mark.parametrize(("free", "begun", "may"), [(4, 1, True), (3, 1, False), (0, 0, True), (4, 16, False)])
+def test_a_get_begins_further_pieces_only_while_half_of_the_rows_stay_free(pieces, rows, free, begun, may):
+    rows.free = rows.free[:free]
+    piece = [Value(b"key", LENGTH, [[]], [0])] * 2
+    assert pieces._may_begin(Get, piece, begun) is may
+    assert pieces._may_begin(Put, piece, begun) is (begun < 16)

@@ -52,7 +52,7 @@ class Client:
     value is a C-contiguous buffer or a list of them, one behind the other, whose length is one of the client's
     ``value_bytes``; of another length it is not stored, and not found. A buffer lies in host memory (``memoryview``)
     or in a GPU's (``__cuda_array_interface__``: CUDA tensors of torch); a call waits for the work queued on such a
-    buffer's stream, torch's current one, and its own copies have ended when it does. ``timeout``: seconds in which
+    buffer's stream, torch's current one, and ends when its own copies have ended. ``timeout``: seconds in which
     the call ends, by default the client's; what is not done by then is False in its result. ``tenant``: whose values
     they are, by default the client's; another one's, or those of none, are never found, stored or removed. No call
     raises: mistakes, failures and a closed client are results too, counted in ``stats``, and logged with backoff.
@@ -122,8 +122,8 @@ class Client:
     ) -> list[bool]:
         """Fill ``views[i]`` with the value of ``keys[i]``, where a tier has it; return for each whether it is there.
 
-        The tiers are asked in the config's order. Views of values that were not found keep what they held; nothing is
-        written to any of them after the call.
+        The tiers are asked in the config's order. Views of values that were not found keep what they held, but those
+        of a GPU that fails. Nothing is written to any of them after the call.
 
         ``in_place``: values whose views lie in ``region`` may be read straight there, without a copy, by a store that
         can (``SupportsScatter``); then views of values that were not found may hold anything. As the memory is the
@@ -240,7 +240,7 @@ class Client:
             return PutResult([False] * len(keys))
         until = self._until(timeout)
         values = self._arguments.values(keys, views, tenant, writable=False)
-        if not self._pieces.settle(values, until):
+        if self._state.is_usable and not self._pieces.settle(values, until):
             return PutResult([False] * len(keys), error="the GPU has not ended its work on the values in time")
         todo = self._pieces.cut(values)
         stored = [False] * len(keys)
@@ -274,7 +274,7 @@ class Client:
         until = self._until(timeout)
         values = self._arguments.values(keys, views, tenant, writable=True)
         found = [False] * len(keys)
-        if not self._pieces.settle(values, until):
+        if self._state.is_usable and not self._pieces.settle(values, until):
             return found
         todo = self._pieces.cut(values)
         with closing(self._pieces.moved(Get, todo, until, in_place=in_place)) as pieces:

@@ -61,7 +61,7 @@ class Pieces:
             if rows is None:
                 continue
             some = [value for value in values if (value.claimed is not None) == (rows is claims)]
-            most = max(1, min(most_bytes // self._rows.row_stride, rows.count // 2))
+            most = max(1, min(most_bytes // self._rows.row_stride, rows.count // 4))
             pieces.extend(some[start : start + most] for start in range(0, len(some), most))
         return pieces
 
@@ -75,7 +75,7 @@ class Pieces:
         begun: deque[tuple[Sequence[Value], _Moving]] = deque()
         try:
             while todo or begun:
-                if todo and self._may_begin(kind, todo[0], begun):
+                if todo and self._may_begin(kind, todo[0], len(begun)):
                     # Not waited for while this call has some rows: they may be all that there are.
                     piece = self._begin(kind, todo, until, 0.0 if begun else until, in_place=in_place)
                     if piece is not None:
@@ -94,17 +94,16 @@ class Pieces:
                 self._revoke(some, request)
                 request.release()
 
-    def _may_begin(
-        self, kind: type[_Moving], piece: Sequence[Value], begun: Collection[tuple[Sequence[Value], _Moving]]
-    ) -> bool:
-        """Return whether one more piece may be in flight; those of a get leave other calls half of the rows.
+    def _may_begin(self, kind: type[_Moving], piece: Sequence[Value], begun: int) -> bool:
+        """Return whether one more piece may be in flight. Gets leave half of the rows free for other calls' first ones.
 
-        Its rows are free again when they have been scattered, in the call's order, which may take longer than reading.
+        Rows of a get are free again when they have been scattered, in the call's order: that may take longer than
+        reading. A late value needs another row as well.
         """
         claims = self._rows.claims if piece[0].claimed is not None else None
-        used = sum(len(some) for some, _ in begun)
-        half = (self._rows if claims is None else claims).count // 2
-        return not begun or (len(begun) < _MOST_PIECES and (kind is Put or used + len(piece) <= half))
+        rows = self._rows if claims is None else claims
+        leaves_half = len(rows.free) - len(piece) >= rows.count // 2
+        return not begun or (begun < _MOST_PIECES and (kind is Put or leaves_half))
 
     def scatter(self, some: Sequence[Value], request: Get, found: list[bool]) -> None:
         """Copy what a piece has brought into its views, and note in ``found`` which values of the call are there."""

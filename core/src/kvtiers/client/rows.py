@@ -195,7 +195,7 @@ class BounceRows(RowNumbers):
             os.close(self._fd)
             raise
         prefer_huge_pages(self._mapping)
-        self.cuda = CudaBuffers(self.view)
+        self.cuda = CudaBuffers(self.view, row_stride)
         if self._callers is not None:
             self._callers.keep()
         self._region = slice(region_at, region_at + region_bytes)

@@ -4,12 +4,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from kvtiers import Client
 from kvtiers_transformers.geometry import Geometry, ValueKind
 from kvtiers_transformers.load_or_compute import LoadOrCompute
-from kvtiers_transformers.values import Restored, views_of
+from kvtiers_transformers.values import Restored, new_values, views_of
 
 __all__ = ["Reader", "key_of"]
 
@@ -104,8 +102,9 @@ class Reader:
         return reach
 
     def _get(self, kind: ValueKind, prompt: _Prompt, first: int, end: int, restored: Restored) -> int:
-        each = max(1, _GROUP_BYTES // kind.nbytes)
-        memory = torch.empty((min(each, end - first), kind.nbytes), dtype=torch.uint8, device=kind.parts[0].device)
+        most = max(1, _GROUP_BYTES // kind.nbytes)
+        memory = new_values(min(most, end - first), kind.nbytes, kind.parts[0].device)
+        each = len(memory)
         for start in range(first, end, each):
             stop = min(start + each, end)
             rows = memory[: stop - start]

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvtiers_transformers.geometry import Geometry, Part, ValueKind
 
-__all__ = ["Frozen", "Restored", "freeze", "held", "pack", "views_of"]
+__all__ = ["Frozen", "Restored", "freeze", "held", "new_values", "pack", "views_of"]
 
 
 class Frozen:
@@ -42,6 +42,21 @@ def held(kind: ValueKind, frozen: Frozen, chunk: int, chunk_tokens: int) -> bool
     assert part.rows_at is not None
     first = frozen.tokens - frozen.tensors[0].shape[part.rows_at]
     return first <= max(0, end - kind.rows) and end <= frozen.tokens
+
+
+def new_values(count: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory for so many values, [count, nbytes], or for fewer if the device is short of it.
+
+    It is on the host for a device whose memory a client cannot use.
+    """
+    place = device if device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None) else "cpu"
+    while True:
+        try:
+            return torch.empty((count, nbytes), dtype=torch.uint8, device=place)
+        except torch.OutOfMemoryError:
+            if count == 1:
+                raise
+            count //= 2
 
 
 def views_of(values: torch.Tensor) -> list[Any]:

@@ -18,7 +18,7 @@ import torch
 
 from kvtiers import Client
 from kvtiers_transformers.geometry import ValueKind
-from kvtiers_transformers.values import Frozen, pack, views_of
+from kvtiers_transformers.values import Frozen, new_values, pack, views_of
 
 __all__ = ["Writer"]
 
@@ -50,6 +50,7 @@ class Writer:
         self._pending_bytes = pending_bytes
         self._lock = threading.Condition()
         self._waiting = 0
+        self._streams: dict[torch.device, Any] = {}
         self._counts = {"stored_values": 0, "failed_values": 0, "dropped_values": 0}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtiers-transformers-writer", daemon=True)
@@ -117,13 +118,13 @@ class Writer:
 
     def _put(self, job: _Job) -> int:
         device = job.kind.parts[0].device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if stream is not None:
-            stream.wait_event(job.computed)
+        if job.computed is not None:
+            job.computed.synchronize()  # before the time of a put begins
         stored = 0
-        each = max(1, _GROUP_BYTES // job.kind.nbytes)
-        with torch.cuda.stream(stream):  # none: nothing to change; the client waits for what is queued on it
-            memory = torch.empty((min(each, len(job.chunks)), job.kind.nbytes), dtype=torch.uint8, device=device)
+        most = max(1, _GROUP_BYTES // job.kind.nbytes)
+        with torch.cuda.stream(self._stream(device)):  # the client waits for what is queued on it
+            memory = new_values(min(most, len(job.chunks)), job.kind.nbytes, device)
+            each = len(memory)
             for start in range(0, len(job.chunks), each):
                 chunks = job.chunks[start : start + each]
                 rows = memory[: len(chunks)]
@@ -139,3 +140,11 @@ class Writer:
                         result.error,
                     )
         return stored
+
+    def _stream(self, device: torch.device) -> Any:
+        """Return this thread's stream on a GPU, one for all jobs: torch keeps the memory of each; None for the host."""
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]

@@ -6,8 +6,9 @@ call of a client::
     settle    wait until the work has ended that was queued on the buffers' streams before the call
     copy      a piece at a time, on a stream of our own; each returns when its copies have ended
 
-So a call waits for the work that fills a buffer, or that still reads it, and for no later work. The rows are pinned
-before the first copy, in one call of the driver, which takes some 10 ms for 256 MiB in huge pages.
+So a call waits for the work that fills a buffer, or that still reads it, and for no later work. The rows are pinned at
+the first use, in pieces of whole rows with a pause after each, since other calls of the driver wait for such a call:
+256 MiB take some 20 ms in huge pages, and .1 s in small ones that were never used before.
 """
 
 import contextlib
@@ -24,12 +25,14 @@ import numpy.typing as npt
 
 from kvtiers.gpu.copier import CudaError
 from kvtiers.gpu.cuda.driver import CudaDriver, device_of
+from kvtiers.gpu.pin_pace import whole_pages
 
 __all__ = ["CudaBuffer", "CudaBuffers", "cuda_buffer"]
 
 _log = logging.getLogger("kvtiers")
 _LEGACY_STREAM = 1  # CU_STREAM_LEGACY, which all blocking streams are ordered with
-_POLL_SECONDS = 20e-6
+_POLL_SECONDS = (20e-6, 500e-6)  # the first pause, and the longest
+_PIN_BYTES = 16 << 20
 
 
 class CudaBuffer(NamedTuple):
@@ -49,14 +52,15 @@ def cuda_buffer(part: Any, *, writable: bool) -> CudaBuffer | None:
     """
     try:
         about = getattr(part, "__cuda_array_interface__", None)
+        if about is None:
+            return None
+        address, is_read_only = about["data"]
+        size = int(about["typestr"][2:])
+        shape, strides = tuple(about["shape"]), about.get("strides")
+        nbytes = math.prod(shape) * size
     except Exception as error:
         raise ValueError(f"a buffer in GPU memory: {error!r}; give it detached, and viewed as uint8") from error
-    if about is None:
-        return None
-    address, is_read_only = about["data"]
-    size = int(about["typestr"][2:])
-    nbytes = math.prod(about["shape"]) * size
-    if about.get("strides") not in (None, _contiguous(about["shape"], size)):
+    if strides is not None and tuple(strides) != _contiguous(shape, size):
         raise ValueError("a buffer in GPU memory is not C-contiguous")
     if writable and is_read_only:
         raise ValueError("a buffer to read into is read-only")
@@ -84,8 +88,12 @@ class _Device:
 
     def __init__(self, number: int) -> None:
         self.driver = CudaDriver(number)
-        with self.driver.current():
-            self.stream = self.driver.new_stream()
+        try:
+            with self.driver.current():
+                self.stream = self.driver.new_stream()
+        except CudaError:
+            self.driver.close()
+            raise
         self.events: list[int] = []
 
     def close(self) -> None:
@@ -97,31 +105,40 @@ class _Device:
 class CudaBuffers:
     """Copies between buffers in GPU memory and rows of a client. ``rows``: all of its rows. Any thread.
 
-    The methods raise CudaError or OSError if the driver fails.
+    The methods raise CudaError or OSError if the driver fails, and after ``close``.
     """
 
-    def __init__(self, rows: memoryview) -> None:
+    def __init__(self, rows: memoryview, row_stride: int) -> None:
         self._rows: npt.NDArray[np.uint8] | None = np.frombuffer(rows, np.uint8)
+        self._row_stride = row_stride
         self._devices: dict[int, _Device] = {}
-        self._pinned_by: CudaDriver | None = None
+        self._pinned: list[int] = []
+        """Addresses of the pinned pieces; none where rows cannot be pinned."""
         self._lock = threading.Lock()
 
     def settle(self, buffers: Iterable[CudaBuffer], until: float) -> bool:
-        """Wait until the work queued on these buffers' streams has ended; return whether it has until then."""
-        streams = {(buffer.device, buffer.stream) for buffer in buffers if buffer.stream is not None}
-        for number, stream in streams:
+        """Wait for the work queued on these buffers' streams; return False if it has not ended by ``until``."""
+        for number, stream in {(buffer.device, buffer.stream) for buffer in buffers if buffer.stream is not None}:
             with self._lock:
                 device = self._device(number)
-                event = device.events.pop() if device.events else None
-            with device.driver.current():
-                event = event or device.driver.new_event()
-                device.driver.record(event, stream)
-                while not (ended := device.driver.has_ended(event)) and time.monotonic() < until:
-                    time.sleep(_POLL_SECONDS)
-            device.events.append(event)
+                with device.driver.current():
+                    event = device.events.pop() if device.events else device.driver.new_event()
+                    device.driver.record(event, stream)
+            pause, longest = _POLL_SECONDS
+            while not (ended := self._has_ended(number, event)) and time.monotonic() < until:
+                time.sleep(pause)
+                pause = min(longest, 2 * pause)
+            with self._lock:
+                device.events.append(event)
             if not ended:
                 return False
         return True
+
+    def _has_ended(self, number: int, event: int) -> bool:
+        with self._lock:  # close() destroys the events
+            driver = self._device(number).driver
+            with driver.current():
+                return driver.has_ended(event)
 
     def copy(self, places: Sequence[tuple[CudaBuffer, npt.NDArray[np.uint8]]], *, into_rows: bool) -> None:
         """Copy between each buffer and its place in a row, and wait until that is done."""
@@ -135,7 +152,7 @@ class CudaBuffers:
                 to, source = (rows, buffers) if into_rows else (buffers, rows)
                 with device.driver.current():
                     try:
-                        if self._pinned_by is not None:
+                        if self._pinned:
                             device.driver.copy_batch(to, source, nbytes, device.stream, source_is_settled=True)
                         else:
                             device.driver.copy_each(to, source, nbytes, device.stream)
@@ -143,17 +160,15 @@ class CudaBuffers:
                         device.driver.synchronize(device.stream)
 
     def close(self) -> None:
-        """Unpin the rows, before their memory is unmapped; later copies raise."""
+        """Unpin the rows, before their memory is unmapped; later calls raise."""
         with self._lock:
             self._rows = None
-            with contextlib.suppress(CudaError):  # the device is lost, and its registrations with it
-                if self._pinned_by is not None:
-                    with self._pinned_by.current():
-                        self._pinned_by.unpin(self._address)
-                for device in self._devices.values():
+            for device in self._devices.values():
+                with contextlib.suppress(CudaError):  # the device is lost, and its registrations with it
+                    self._unpin(device.driver)
+                with contextlib.suppress(CudaError):
                     device.close()
             self._devices.clear()
-            self._pinned_by = None
 
     def _device(self, number: int) -> _Device:
         """Return a device, made at its first use; the first one pins the rows, for all devices."""
@@ -162,17 +177,25 @@ class CudaBuffers:
         if number not in self._devices:
             device = _Device(number)
             if not self._devices:
-                self._pin(device.driver)
+                self._pin(device.driver, self._rows)
             self._devices[number] = device
         return self._devices[number]
 
-    def _pin(self, driver: CudaDriver) -> None:
-        assert self._rows is not None
-        self._address = self._rows.__array_interface__["data"][0]
+    def _pin(self, driver: CudaDriver, rows: npt.NDArray[np.uint8]) -> None:
+        address, stride = rows.__array_interface__["data"][0], self._row_stride
+        piece = stride * whole_pages(max(1, _PIN_BYTES // stride), stride)
         try:
-            with driver.current():
-                driver.pin(self._address, self._rows.nbytes)
+            for start in range(0, rows.nbytes, piece):
+                begun = time.perf_counter()
+                with driver.current():
+                    driver.pin(address + start, min(piece, rows.nbytes - start))
+                self._pinned.append(address + start)
+                time.sleep(time.perf_counter() - begun)
         except CudaError as error:
             _log.warning("client: the bounce rows cannot be pinned, so values in GPU memory move slowly: %s", error)
-        else:
-            self._pinned_by = driver
+            self._unpin(driver)
+
+    def _unpin(self, driver: CudaDriver) -> None:
+        with driver.current():
+            while self._pinned:
+                driver.unpin(self._pinned.pop())

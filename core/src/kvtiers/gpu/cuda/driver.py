@@ -105,11 +105,14 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Do the same for the length of a block, on a thread that is not ours."""
+        """Make this device, and that mode, those of a thread that is not ours, for the length of a block."""
         self._check("cuCtxPushCurrent", self._quick.cuCtxPushCurrent_v2(self._context))
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
         try:
+            self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             yield
         finally:
+            self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             self._quick.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     # -- streams and events
