@@ -118,7 +118,7 @@ class PrefixCache:
         )
         self._rule = LoadOrCompute() if load == "when_faster" else None
         self._reader = Reader(self._client, geometry, self._config, self._rule)
-        self._writer = Writer(self._client, pending_bytes)
+        self._writer = Writer(self._client, pending_bytes, bounce // 4)
         self._prefill = Prefill(model, geometry, state_tokens)
         self._prompts: weakref.WeakKeyDictionary[Any, _Prompt] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()

@@ -23,7 +23,6 @@ from kvtiers_transformers.values import Frozen, new_values, pack, views_of
 __all__ = ["Writer"]
 
 _log = logging.getLogger("kvtiers")
-_GROUP_BYTES = 256 << 20  # packed, and put, at a time: of the bounce rows a quarter, the rest is for loads
 _LAST_SECONDS = 10.0  # at the interpreter's exit
 
 
@@ -43,10 +42,14 @@ class _Job:
 
 
 class Writer:
-    """Puts values of one client. ``submit`` on the caller's thread never waits."""
+    """Puts values of one client. ``submit`` on the caller's thread never waits.
 
-    def __init__(self, client: Client, pending_bytes: int) -> None:
+    ``group_bytes``: packed, and put, at a time; a part of the client's bounce rows, since the others are for loads.
+    """
+
+    def __init__(self, client: Client, pending_bytes: int, group_bytes: int) -> None:
         self._client = client
+        self._group_bytes = group_bytes
         self._pending_bytes = pending_bytes
         self._lock = threading.Condition()
         self._waiting = 0
@@ -121,7 +124,7 @@ class Writer:
         if job.computed is not None:
             job.computed.synchronize()  # before the time of a put begins
         stored = 0
-        most = max(1, _GROUP_BYTES // job.kind.nbytes)
+        most = max(1, self._group_bytes // job.kind.nbytes)
         with torch.cuda.stream(self._stream(device)):  # the client waits for what is queued on it
             memory = new_values(min(most, len(job.chunks)), job.kind.nbytes, device)
             each = len(memory)
