@@ -153,9 +153,9 @@ def _check_encrypted(value: memoryview, name: str, parsed: ParsedName, keys: Liv
 
 
 def _older_or_foreign(number: int | None, formats: Sequence[int]) -> Verdict:
-    """Return what a value is whose form has these formats, and whose number is not the last of them.
+    """Return OLDER if the value's format number is an earlier one of ``formats``, else FOREIGN.
 
-    A number of none of them is of a newer release, or of another form under a name that is not that form's.
+    A number that is not among them belongs to a newer release, or to another form of value.
     """
     return Verdict.OLDER if number in formats[:-1] else Verdict.FOREIGN
 
