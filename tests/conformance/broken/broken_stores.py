@@ -141,14 +141,17 @@ class HealthyEveryAbility(EveryAbility):
 
 
 class Server(Folder):
-    """It has all of what a killed process has sent, and ends that while another process already uses the store."""
+    """It has each whole value that a killed process has sent, and ends that while another already uses the store."""
 
     def sent(self, process):
         return self.folder / f".sent-{process}"
 
     def write(self, name, src):
         self.sent(os.getpid()).mkdir(exist_ok=True)
-        (self.sent(os.getpid()) / self.path(name).name).write_bytes(src)
+        whole = self.sent(os.getpid()) / self.path(name).name
+        part = whole.with_suffix(".part")  # what was sent in part when its writer was killed is no value
+        part.write_bytes(src)
+        part.replace(whole)
         super().write(name, src)
 
     def end_others_writes(self, name):
