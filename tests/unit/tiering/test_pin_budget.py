@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvtiers.tiering.pin_budget import PinBudget
-from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, TierOptions, TierSlot
 
 from .harness import FaultyTier
 

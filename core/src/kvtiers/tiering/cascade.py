@@ -18,9 +18,8 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.expected_reuse import ReuseAdmission, WriteBudget
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.pin_budget import PinBudget, Reservation
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 from kvtiers.types import RequestContext
 
 __all__ = ["Cascades"]

@@ -12,13 +12,12 @@ from kvtiers.tiering.command_queue import CommandRefused
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
-from kvtiers.tiering.pin_budget import PinBudget
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefetch import MOST_WAITING_KEYS, Prefetches
 from kvtiers.tiering.prefetch_state import Prefetch
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Provenance
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 
 __all__ = ["Operations", "Parts"]
 

@@ -36,10 +36,9 @@ from kvtiers.secondary.tier_jobs import (
 )
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_prices import LoadPrices
-from kvtiers.tiering.pin_budget import Reservation
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import Reservation, TierSlot
 from kvtiers.types import OffloadEvent
 
 __all__ = ["JobTable", "OnEnd", "Running", "TieringOptions"]

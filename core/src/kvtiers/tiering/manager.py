@@ -32,7 +32,6 @@ from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.load_prices import LoadPrices
-from kvtiers.tiering.pin_budget import PinBudget
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefetch import Prefetches
 from kvtiers.tiering.prefix_lookup import Lookups
@@ -41,7 +40,7 @@ from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestState, RequestTable
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import (
     NO_HINTS,
     NO_PARAMS,

@@ -19,12 +19,11 @@ from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.fetch_once import FetchRights
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.pin_budget import PinBudget, Reservation
 from kvtiers.tiering.prefetch_questions import PATIENCE, Questions
 from kvtiers.tiering.prefetch_state import Bandwidth, Flight, Prefetch
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 from kvtiers.types import RequestContext
 
 __all__ = ["MOST_WAITING_KEYS", "Prefetches"]

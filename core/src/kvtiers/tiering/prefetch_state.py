@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtiers.api import OffloadKey
-from kvtiers.tiering.pin_budget import Reservation
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import Reservation, TierSlot
 
 __all__ = ["Bandwidth", "Flight", "Prefetch"]
 

@@ -14,11 +14,10 @@ from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.load_or_recompute import TRIAL, Waits
-from kvtiers.tiering.pin_budget import PinBudget
 from kvtiers.tiering.promotion import Found, Promotions
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import LastAnswer, RequestState, RoomWait
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import PrefixHits
 
 __all__ = ["Lookups"]

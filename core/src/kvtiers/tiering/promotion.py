@@ -15,10 +15,9 @@ from kvtiers.api import OffloadKey, group_of
 from kvtiers.primary.tier import Allocation, CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.pin_budget import PinBudget, Reservation
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 
 __all__ = ["Found", "Promotions"]
 

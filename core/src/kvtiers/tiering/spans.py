@@ -18,11 +18,10 @@ from kvtiers.api import JobResult, LookupResult, OffloadKey, group_of
 from kvtiers.secondary.tier_jobs import good_keys, moved
 from kvtiers.tiering.jobs import JobTable, OnEnd, Running
 from kvtiers.tiering.manager import Tracing
-from kvtiers.tiering.pin_budget import Reservation
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.requests import RequestState, RequestTable
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import Reservation, TierSlot
 from kvtiers.types import LoadPlan, PrefixHits, RequestContext, StorePlan
 
 __all__ = ["Span", "SpanQueue", "TracedRequest", "traced"]
