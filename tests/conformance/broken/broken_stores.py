@@ -149,7 +149,7 @@ class Server(Folder):
     def write(self, name, src):
         self.sent(os.getpid()).mkdir(exist_ok=True)
         whole = self.sent(os.getpid()) / self.path(name).name
-        part = whole.with_suffix(".part")  # what was sent in part when its writer was killed is no value
+        part = whole.with_name(f"part-{threading.get_ident()}")  # of a writer that is killed now: no value
         part.write_bytes(src)
         part.replace(whole)
         super().write(name, src)
