@@ -4,7 +4,7 @@ Copies of host memory are numpy's, which releases the GIL meanwhile: other calle
 memory are left to ``gpu/cuda/buffers.py``, for a whole piece at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -47,29 +47,25 @@ def length_of(parts: Sequence[Part]) -> int:
 
 def gather(parts: Sequence[Part], row: Bytes) -> list[tuple[CudaBuffer, Bytes]]:
     """Copy the parts into the row, one behind the other; return those in GPU memory, with their places, for a copy."""
-    left = []
-    for part, place in _places(parts, row):
-        if isinstance(part, CudaBuffer):
-            left.append((part, place))
-        else:
-            np.copyto(place, part)
-    return left
+    return _copy(parts, row, into_row=True)
 
 
 def scatter(row: Bytes, parts: Sequence[Part]) -> list[tuple[CudaBuffer, Bytes]]:
     """Copy what ``gather`` has left in the row back into such parts; return those in GPU memory, as ``gather``."""
-    left = []
-    for part, place in _places(parts, row):
+    return _copy(parts, row, into_row=False)
+
+
+def _copy(parts: Sequence[Part], row: Bytes, *, into_row: bool) -> list[tuple[CudaBuffer, Bytes]]:
+    at = 0
+    on_gpu = []
+    for part in parts:
+        place = row[at : at + part.nbytes]
+        at += part.nbytes
         if isinstance(part, CudaBuffer):
-            left.append((part, place))
+            if part.nbytes:
+                on_gpu.append((part, place))
+        elif into_row:
+            np.copyto(place, part)
         else:
             np.copyto(part, place)
-    return left
-
-
-def _places(parts: Sequence[Part], row: Bytes) -> Iterator[tuple[Part, Bytes]]:
-    at = 0
-    for part in parts:
-        if part.nbytes:
-            yield part, row[at : at + part.nbytes]
-        at += part.nbytes
+    return on_gpu
