@@ -1,6 +1,5 @@
 """What an import loads, who may import whom, and which words core never says."""
 
-import ast
 import json
 import os
 import re
@@ -189,28 +188,6 @@ def test_the_sources_keep_the_contracts(copy: Copy):
 def test_an_import_that_the_design_forbids_breaks_its_contract(copy: Copy, path: str, line: str, contract: str):
     copy.append(path, line)
     assert contract in copy.broken_contracts()
-
-
-@pytest.mark.parametrize(
-    ("contract", "room", "open_to_it"),
-    [(HOST_CONTRACT, "region", {"memfd", "claims"}), (SECONDARY_CONTRACT, "host", {"messages", "wire"})],
-)
-def test_a_contract_that_lists_modules_lists_all_of_a_room_but_those_that_are_open(contract, room, open_to_it):
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (listed,) = [it["forbidden_modules"] for it in contracts if it["name"] == contract]
-    modules = {path.stem for path in (CORE / room).glob("*.py")} - {"__init__"}
-    assert {name.rpartition(".")[2] for name in listed if f".{room}." in name} == modules - open_to_it
-
-
-def test_the_helper_process_reaches_the_rooms_of_its_contract_and_the_three_shared_modules():
-    found = set()
-    for path in (CORE / "host").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvtiers."):
-                room, _, module = str(node.module).removeprefix("kvtiers.").partition(".")
-                found.add(f"region.{module}" if room == "region" else room)
-    region = {"region.memfd", "region.claims"}
-    assert found == {"api", "plugins", "encryption", "layout", *region, "host", "_failures", "_process", "_version"}
 
 
 def test_torch_under_gpu_breaks_no_contract(copy: Copy):
