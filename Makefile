@@ -92,7 +92,7 @@ vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
 .PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-differential test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
-.PHONY: emulators environment environment-engines environment-sglang environment-transformers environment-lmcache environment-vllm lock system clean
+.PHONY: emulators environment environment-engines environment-sglang environment-transformers environment-lmcache environment-vllm lock wheels system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -176,6 +176,11 @@ corruptions: environment system emulators  ## Damage stored values of each tier 
 
 environment: $(VENV)/.dev  ## Make .venv, with every distribution editable
 
+wheels: $(VENV)/.made  ## Build a wheel of each distribution into wheels/, for `pip install --find-links wheels kvtiers`
+	$(INSTALL) editables 'hatchling>=1.27'
+	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels $(addprefix ./,$(DISTRIBUTIONS))
+	@ls wheels
+
 lock:  ## Write uv.lock again, with the newest versions of everything (needs uv)
 	uv lock --upgrade --default-index https://pypi.org/simple
 
@@ -195,7 +200,7 @@ system:  ## Install the servers that the tests start, where they are missing
 emulators: $(AZURITE)/.made  ## Install Azure's emulator, which the tests start, from npm
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(AZURITE) $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
+	rm -rf $(AZURITE) $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site wheels
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations libraries plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
