@@ -75,10 +75,11 @@ def test_while_the_queue_is_used_another_thread_handles_the_lines_wherever_the_h
     _log.warning("line %d", 100)
     logs.close(PATIENCE)
     assert lines.lines == [f"line {number}" for number in range(101)]
-    assert lines.threads == {"kvtiers-log-queue"}
+    assert len(lines.threads) == 1
+    assert threading.current_thread().name not in lines.threads
     _log.warning("after it")
     assert lines.lines[-1] == "after it"
-    assert lines.threads == {"kvtiers-log-queue", threading.current_thread().name}
+    assert threading.current_thread().name in lines.threads
 
 
 def test_levels_and_filters_stay_what_they_are(handler, caplog):
@@ -105,10 +106,10 @@ def test_a_line_says_what_it_said_when_it_was_logged_and_keeps_nothing_alive(han
     _log.warning("%d %d", 1)
     logs.close(PATIENCE)
     first, long, wrong = caplog.records
-    assert first.getMessage() == "['at once']"
+    assert first.getMessage().startswith("['at once']\nTraceback")
     assert first.exc_info is None
-    assert "with its traceback" in first.exc_text
-    assert len(long.getMessage()) < 8_100
+    assert "with its traceback" in first.getMessage()
+    assert len(long.getMessage()) < 4_000
     assert "cannot be shown" in wrong.getMessage()
 
 
@@ -164,7 +165,7 @@ def test_a_forked_child_handles_its_lines_itself(handler):
             logs.close(PATIENCE)  # the parent's use of its queue ends nothing here
             _log.warning("still queued in the child")
             child.close(PATIENCE)
-            status |= int(lines.threads != {"kvtiers-log-queue"})
+            status |= int(threading.current_thread().name in lines.threads)
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -181,14 +182,17 @@ def test_a_process_that_ends_without_closing_loses_no_line():
     assert done.stderr.splitlines() == [f"line {number}" for number in range(500)]
 
 
-def test_a_line_that_is_posted_while_the_last_user_leaves_is_handled(handler):
+def test_lines_that_are_logged_while_the_last_user_leaves_are_all_handled(handler):
     lines = handler()
-    logs = queue_logs()
-    writer = _log_queue._queue._writer  # as a thread that logs has taken it, just before the end
-    logs.close(PATIENCE)
-    writer.post(_log.makeRecord(_log.name, logging.WARNING, __file__, 0, "late", (), None))
-    assert lines.lines == ["late"]
-    assert writer.flush(PATIENCE)
+    numbers = range(900)  # fewer than may wait
+    before = dropped_lines()
+    thread = threading.Thread(target=lambda: [_log.warning("line %d", number) for number in numbers])
+    thread.start()
+    while thread.is_alive():
+        queue_logs().close(PATIENCE)
+    thread.join()
+    assert dropped_lines() == before
+    assert sorted(lines.lines) == sorted(f"line {number}" for number in numbers)
 
 
 def test_while_a_handler_takes_no_line_no_other_thread_gets_to_it_after_the_last_user_either(handler):
@@ -204,10 +208,11 @@ def test_while_a_handler_takes_no_line_no_other_thread_gets_to_it_after_the_last
     gate.set()
     flush_logs(PATIENCE)
     assert lines.lines == ["keeps the handler", "after it"]
-    assert lines.threads == {"kvtiers-log-queue"}
+    assert threading.current_thread().name not in lines.threads
     more = queue_logs()
     more.close(PATIENCE)
-    assert _log_queue._queue._writer is None
+    _log.warning("handled here")
+    assert threading.current_thread().name in lines.threads
     assert dropped_lines() == before
 
 
@@ -224,10 +229,10 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize(("length", "end"), [(10, "closed"), (7_900, "open")], ids=["closed", "long lines"])
+@pytest.mark.parametrize(("length", "end"), [(10, "closed"), (3_400, "open")], ids=["closed", "long lines"])
 def test_a_process_whose_standard_error_is_full_and_never_read_ends_with_its_own_status(full_pipe, length, end):
     reader, writer = full_pipe
-    if length > 4_096:
+    if end == "open":
         os.read(reader, 4_096)
     said, say = os.pipe()
     command = [sys.executable, "-c", ENGINE_THAT_ENDS, str(say), str(length), end]
@@ -247,6 +252,6 @@ def test_every_logger_of_core_and_the_integrations_is_queued():
     used = {name for path in sources for name in re.findall(r'getLogger\("(kvtiers[^"]*)"\)', path.read_text())}
     assert used == set(LOGGERS)
     logs = queue_logs()
-    assert all(_log_queue._queue in logging.getLogger(name).filters for name in LOGGERS)
+    assert all(_log_queue._log_queue in logging.getLogger(name).filters for name in LOGGERS)
     logs.close(PATIENCE)
-    assert not any(_log_queue._queue in logging.getLogger(name).filters for name in LOGGERS)
+    assert not any(_log_queue._log_queue in logging.getLogger(name).filters for name in LOGGERS)

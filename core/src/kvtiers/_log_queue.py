@@ -1,14 +1,12 @@
-"""The queue between kvtiers' loggers and the handlers that an engine has configured.
+"""A queue between kvtiers' loggers and the handlers that the user has configured.
 
 A handler may wait: for a pipe that is not read, a full disk, a slow journal. The engine's thread must not. So while an
-engine runs, a filter on each of kvtiers' loggers takes the record out of the calling thread, as one line of bounded
-length, and a thread of its own has it handled: by the same logger and in order, so that levels, filters, handlers and
-propagation stay what the user has configured. A bounded number of lines waits; more are dropped, counted, and said.
+engine runs, a filter on each of kvtiers' loggers hands the record to a `logging.handlers.QueueHandler`. The thread of a
+`QueueListener` passes it to the same logger again, so that levels, filters, handlers and propagation stay what the user
+has configured. A bounded number of lines of bounded length waits; more are dropped, counted, and the count is logged.
 
-A log that stays stuck must not keep the process from ending either. A handler that writes to a pipe which is not read
-holds its own lock, for which ``logging.shutdown`` waits, and its stream's, for which the interpreter's last flush does.
-So the thread waits for a pipe to take more before it calls the handler, without any lock, and the process's exit takes
-handlers out of use that it is stuck in all the same.
+The listener's thread polls a pipe for room before it calls the handler, and so holds no lock of the handler's or its
+stream's while the pipe is full: the process can end all the same.
 """
 
 import atexit
@@ -17,11 +15,9 @@ import logging
 import os
 import queue
 import select
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from logging.handlers import QueueHandler, QueueListener
 
 __all__ = ["LOGGERS", "QueuedLogs", "dropped_lines", "flush_logs", "queue_logs"]
 
@@ -33,157 +29,143 @@ LOGGERS = (
 """All that core and its integrations log to: a filter on a logger does not see what its children log."""
 
 _MOST_WAITING = 1_000
-_LONGEST_LINE = 8_000
+# With its prefix less than the 4,096 bytes of room from which on a pipe polls as writable (PIPE_BUF of pipe(7)).
+_LONGEST_LINE = 3_500
 _CLOSE_SECONDS = 1.0
 _EXIT_SECONDS = 2.0
-_HANDLED_HERE = "kvtiers_handled_here"
+_QUEUED = "kvtiers_was_queued"
+_REACHED = "kvtiers_reached"
 _log = logging.getLogger("kvtiers")
 
 
-class _Writer:
-    """One thread and its queue. ``post``: any thread; never waits.
+class _BoundedHandler(QueueHandler):
+    """Puts records into the queue as plain text; never waits."""
 
-    ``may_end``: asked by the thread, with the queue empty, whether it is to end; what is posted from then on is handled
-    by the thread that posts it.
-    """
-
-    def __init__(self, may_end: Callable[[], bool]) -> None:
-        self._lines: queue.SimpleQueue[logging.LogRecord | _Request] = queue.SimpleQueue()
-        self._may_end = may_end
-        self._has_ended = False
-        self._unsaid = 0
+    def __init__(self) -> None:
+        self.lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        super().__init__(self.lines)
         self.dropped = 0
-        self._thread = threading.Thread(target=self._run, name="kvtiers-log-queue", daemon=True)
-        self._thread.start()
 
-    def post(self, record: logging.LogRecord) -> None:
-        """Queue a record for its logger."""
-        if self._lines.qsize() >= _MOST_WAITING:
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Return a copy that holds text alone: arguments may change, and a traceback would hold views of rows."""
+        try:
+            prepared: logging.LogRecord = super().prepare(record)
+        except Exception:  # noqa: BLE001 -- arguments that do not fit, or whose repr raises
+            text = f"{record.msg} (its arguments cannot be shown)"
+            prepared = logging.makeLogRecord(record.__dict__ | {"msg": text, "args": None, "exc_info": None})
+        if len(prepared.msg) > _LONGEST_LINE:
+            prepared.msg = f"{prepared.msg[:_LONGEST_LINE]}... ({len(prepared.msg)} characters)"
+        prepared.message = prepared.msg
+        setattr(prepared, _QUEUED, True)
+        return prepared
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Put the record into the queue, or count it as dropped."""
+        if self.lines.qsize() < _MOST_WAITING:
+            self.lines.put(record)
+        else:
             self.dropped += 1
-            self._unsaid += 1
+
+
+class _UserHandlers(logging.Handler):
+    """Passes queued records to the user's handlers, by way of the logger that they were logged to."""
+
+    def __init__(self, posted: _BoundedHandler) -> None:
+        super().__init__()
+        self._posted = posted
+        self._reported = posted.dropped
+
+    def createLock(self) -> None:  # noqa: N802 -- logging's name
+        """Have no lock: the listener's thread would hold it while it polls, and `logging.shutdown` waits for it."""
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Have the record handled, and a line about dropped ones after it."""
+        if reached := getattr(record, _REACHED, None):
+            reached.set()
             return
-        _make_plain(record)
-        self._lines.put(record)
-        if self._has_ended:  # looked at after the put: the thread looks into the queue after it has set this
-            self._handle_rest()
+        self._handle(record)
+        if unreported := self._posted.dropped - self._reported:
+            self._reported += unreported
+            text = f"{unreported} log lines were dropped, since the log is too slow"
+            line = _log.makeRecord(_log.name, logging.WARNING, __file__, 0, text, (), None)
+            setattr(line, _QUEUED, True)
+            self._handle(line)
 
-    def flush(self, seconds: float, *, end: bool = False) -> bool:
-        """Wait until all that was posted has been handled, for so many seconds at most; return whether it has been.
-
-        ``end``: the thread is to end then, if it may.
-        """
-        request = _Request(end)
-        self._lines.put(request)
-        if self._has_ended:
-            self._handle_rest()
-        return request.done.wait(seconds)
-
-    def end(self, seconds: float) -> None:
-        """Wait as ``flush`` does; the thread has ended then, if it may."""
-        self.flush(seconds, end=True)
-        if self._has_ended and threading.current_thread() is not self._thread:
-            self._thread.join(seconds)
-
-    def _run(self) -> None:
-        while not self._has_ended:
-            line = self._lines.get()
-            if isinstance(line, _Request) and line.end:  # before who waits for it goes on
-                self._has_ended = self._may_end()
-            self._do(line)
-        self._handle_rest()
-
-    def _handle_rest(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._do(self._lines.get_nowait())
-
-    def _do(self, line: "logging.LogRecord | _Request") -> None:
-        if isinstance(line, _Request):
-            line.done.set()
-            return
-        _handle(line)
-        if self._unsaid:
-            unsaid, self._unsaid = self._unsaid, 0
-            text = f"{unsaid} log lines were dropped, since the log is too slow"
-            _handle(_log.makeRecord(_log.name, logging.WARNING, __file__, 0, text, (), None))
+    @staticmethod
+    def _handle(record: logging.LogRecord) -> None:
+        logger = logging.getLogger(record.name)
+        _wait_for_room(logger)
+        with contextlib.suppress(BaseException):  # a handler is the user's, also one that exits: the thread must go on
+            logger.handle(record)
 
 
-class _Request:
-    """A place in the queue of lines: ``done`` is set when the thread has reached it."""
+class _LogQueue(logging.Filter):
+    """The filter on each logger, and the listener behind it while there is a user: an engine, a worker or a client.
 
-    def __init__(self, end: bool) -> None:
-        self.end = end
-        self.done = threading.Event()
-
-
-class _Queue(logging.Filter):
-    """The filter on each logger, and the writer behind it. ``users``: engines and workers that run here.
-
-    The writer outlives the last user while a handler keeps it: no other thread is to be kept by that handler then.
+    The listener outlives the last user while a handler keeps its thread waiting: no other thread is to wait then.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._dropped_before = 0
-        self._writer: _Writer | None = None
         self._users = 0
+        self._listener: QueueListener | None = None
+        self.handler = _BoundedHandler()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the calling thread handles the record itself."""
-        writer = self._writer
-        if writer is None or hasattr(record, _HANDLED_HERE):
+        if hasattr(record, _QUEUED) or self._listener is None:
             return True
-        writer.post(record)
+        self.handler.handle(record)
+        if self._listener is None:  # it has ended meanwhile, perhaps without this record
+            self._handle_rest()
         return False
-
-    @property
-    def dropped(self) -> int:
-        """Lines that were dropped since the process began."""
-        writer = self._writer
-        return self._dropped_before + (writer.dropped if writer is not None else 0)
 
     def enter(self) -> None:
         """Add a user."""
         with self._lock:
-            if self._writer is None:
-                self._writer = _Writer(self._end_writer)  # first: it fails where no thread can be started
+            if self._listener is None:
+                listener = QueueListener(self.handler.lines, _UserHandlers(self.handler))
+                listener.start()  # fails where no thread can be started
+                self._listener = listener
             self._users += 1
-            for logger in _loggers():
-                logger.addFilter(self)  # does nothing where it is there already
+            for name in LOGGERS:
+                logging.getLogger(name).addFilter(self)  # does nothing where it is there already
 
     def leave(self, seconds: float) -> None:
         """Remove a user; after the last one, when no line waits, each thread handles its own lines again."""
         with self._lock:
             self._users -= 1
-            writer = self._writer
-            if self._users or writer is None:
-                return
-        writer.end(seconds)
-
-    def _end_writer(self) -> bool:
-        """Take the writer out of use, unless there is a user again; called by its thread."""
+        if not self.flush(seconds):
+            return
         with self._lock:
-            writer = self._writer
-            if self._users or writer is None:
-                return False
-            self._writer, self._dropped_before = None, self._dropped_before + writer.dropped
-            for logger in _loggers():
-                logger.removeFilter(self)
-            return True
+            listener = self._listener
+            if self._users or listener is None:
+                return
+            listener.stop()  # its thread has handled all that waited, so it ends at once
+            self._listener = None
+            for name in LOGGERS:
+                logging.getLogger(name).removeFilter(self)
+        self._handle_rest()
 
     def flush(self, seconds: float) -> bool:
         """Wait until all lines so far have been handled, for so many seconds at most; return whether they have been."""
-        return (writer := self._writer) is None or writer.flush(seconds)
-
-    def exit(self) -> None:
-        """Handle the lines that wait, at the process's exit; take handlers out of use that take no line."""
-        if not self.flush(_EXIT_SECONDS):
-            _abandon_stuck_handlers(_loggers())
+        if self._listener is None:
+            return True
+        reached = threading.Event()
+        self.handler.lines.put(logging.makeLogRecord({_REACHED: reached}))
+        return reached.wait(seconds)
 
     def forget_in_child(self) -> None:
-        """Make a forked child, which has no writer's thread, handle its lines itself."""
-        self._lock, self._writer, self._users = threading.Lock(), None, 0
+        """Make a forked child, which has no listener's thread, handle its lines itself."""
+        self.__init__()  # type: ignore[misc]  # locks and the queue may be in any state
+
+    def _handle_rest(self) -> None:
+        rest = _UserHandlers(self.handler)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rest.emit(self.handler.lines.get_nowait())
 
 
 class QueuedLogs:
@@ -192,13 +174,13 @@ class QueuedLogs:
     def __init__(self) -> None:
         self._is_open = True
         self._pid = os.getpid()
-        _queue.enter()
+        _log_queue.enter()
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
         """End the use; if it was the last, wait up to ``seconds`` for the lines that wait. May be called again."""
         if self._is_open and self._pid == os.getpid():  # a forked child has no use of it: the queue starts again there
             self._is_open = False
-            _queue.leave(seconds)
+            _log_queue.leave(seconds)
 
 
 def queue_logs() -> QueuedLogs:
@@ -208,69 +190,25 @@ def queue_logs() -> QueuedLogs:
 
 def flush_logs(seconds: float) -> None:
     """Wait until all lines so far have been handled, for so many seconds at most."""
-    _queue.flush(seconds)
+    _log_queue.flush(seconds)
 
 
 def dropped_lines() -> int:
     """Return how many lines this process has dropped."""
-    return _queue.dropped
-
-
-def _loggers() -> list[logging.Logger]:
-    return [logging.getLogger(name) for name in LOGGERS]
-
-
-def _make_plain(record: logging.LogRecord) -> None:
-    """Put the record into words here: its arguments may change, and a traceback would hold views of rows."""
-    try:
-        text = record.getMessage()
-    except Exception:  # noqa: BLE001 -- arguments that do not fit, or whose repr raises
-        text = f"{record.msg} (its arguments cannot be shown)"
-    record.msg, record.args = _clipped(text, _LONGEST_LINE), None
-    if record.exc_info and not record.exc_text:
-        record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
-    record.exc_info = None
-
-
-def _clipped(text: str, length: int) -> str:
-    """Return the text, or its beginning and how long it was."""
-    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
-
-
-def _handle(record: logging.LogRecord) -> None:
-    setattr(record, _HANDLED_HERE, True)
-    _wait_for_room(logging.getLogger(record.name))
-    with contextlib.suppress(BaseException):  # a handler is the user's, also one that exits: this thread must go on
-        logging.getLogger(record.name).handle(record)
+    return _log_queue.handler.dropped
 
 
 def _wait_for_room(logger: logging.Logger) -> None:
     """Wait until each stream that this logger's handlers write to has some room; no lock is held meanwhile.
 
-    A line that is longer than the room, or another process that takes the room, still keeps the handler waiting.
+    Another process that takes the room first still keeps the handler waiting.
     """
     for handler in _handlers(logger):
         # What a handler is, is the user's: a stream without a descriptor, or a closed one, is written to as it is.
         with contextlib.suppress(Exception):
             poll = select.poll()
-            poll.register(_stream(handler).fileno(), select.POLLOUT)
+            poll.register(handler.stream.fileno(), select.POLLOUT)  # type: ignore[attr-defined]
             poll.poll()
-
-
-def _abandon_stuck_handlers(loggers: Iterable[logging.Logger]) -> None:
-    """Take the handlers of these loggers that another thread holds out of use, and with them the process's streams.
-
-    For the exit of a process, by the thread that ends it: what is logged or printed there from now on is lost.
-    """
-    stuck = {id(handler): handler for logger in loggers for handler in _handlers(logger) if _is_held(handler)}
-    for handler in stuck.values():
-        handler.createLock()  # of its own: the old one is held for ever
-        for name in ("emit", "flush", "close"):
-            setattr(handler, name, _do_nothing)
-        for name in ("stdout", "stderr"):
-            for stream in (name, f"__{name}__"):
-                if getattr(sys, stream) is _stream(handler):
-                    setattr(sys, stream, None)
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
@@ -281,26 +219,7 @@ def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
         above = above.parent if above.propagate else None
 
 
-def _stream(handler: logging.Handler) -> Any:
-    """Return what the handler writes to, if it is a file of some kind; else None."""
-    return getattr(handler, "stream", None)
-
-
-def _is_held(handler: logging.Handler) -> bool:
-    lock = handler.lock
-    if lock is None:
-        return False
-    if lock.acquire(blocking=False):
-        lock.release()
-        return False
-    return True
-
-
-def _do_nothing(*_: Any) -> None:
-    """Stand in for a method of a handler that is out of use."""
-
-
-_queue = _Queue()
+_log_queue = _LogQueue()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_queue.forget_in_child)
-atexit.register(_queue.exit)
+    os.register_at_fork(after_in_child=_log_queue.forget_in_child)
+atexit.register(_log_queue.flush, _EXIT_SECONDS)
