@@ -35,6 +35,7 @@ AZURITE_VERSION := 3.37.0
 
 # Processes that run the tests side by side: on two cores a third one works while these wait for servers and deadlines.
 WORKERS ?= 3
+PYTEST = $(PYTHON) -m pytest --numprocesses=$(WORKERS)
 # Those of the engines: each of theirs works all of the time, and takes gigabytes.
 ENGINE_WORKERS ?= 2
 
@@ -91,7 +92,7 @@ DIFFERENTIAL_VENVS := $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) $(VLLM
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-differential test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: help demo test test-all test-rest test-changed test-explore links test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-differential test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
 .PHONY: emulators environment environment-engines environment-sglang environment-transformers environment-lmcache environment-vllm lock wheels system clean
 
 help:  ## Show this list
@@ -100,9 +101,24 @@ help:  ## Show this list
 demo: $(VENV)/.demo  ## Show that it pays, is shared, is safe and stays out of the way, in two minutes (no GPU, no torch)
 	PYTHONPATH=examples $(PYTHON) -m demo $(DEMO_ARGS)
 
-test: lint docs system emulators  ## Lint, check the docs, run all tests (WORKERS=0: in one process, as --pdb needs it)
+test: lint links  ## Lint, links, and the tests to run before each commit, in minutes (WORKERS=0: in one process, as --pdb needs it)
+	@tools/system.sh commands redis-server:redis-server
 	@echo "== pytest"
-	$(PYTHON) -m pytest --numprocesses=$(WORKERS) --durations=15 $(PYTEST_ARGS)
+	$(PYTEST) --durations=15 -m "not slow" @tests/quick.txt $(PYTEST_ARGS)
+
+test-all: lint docs system emulators  ## Lint, the docs' site, and all tests but those of the engines: half an hour
+	@echo "== pytest"
+	$(PYTEST) --durations=15 $(PYTEST_ARGS)
+
+test-rest: docs system emulators  ## What `make test` leaves out of `make test-all`
+	@echo "== pytest"
+	$(PYTEST) --durations=15 -m slow $(PYTEST_ARGS)
+
+test-changed: environment  ## The tests of the packages that differ from main (BASE=another commit), first those that failed last
+	$(PYTEST) --failed-first $$($(PYTHON) tools/changed_tests.py $(BASE)) $(PYTEST_ARGS)
+
+test-explore: environment system emulators  ## Property tests with new random examples, as every night
+	KVTIERS_EXPLORE=1 $(PYTEST) -m hypothesis $(PYTEST_ARGS)
 
 test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the CPU (VLLM_RELEASE=0.33.0: another one)
 	@echo "== pytest integrations/vllm/tests/real_vllm"
@@ -155,6 +171,9 @@ lint-workflows: $(VENV)/.workflows  ## Check .github and the Compose file: schem
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH"; if command -v actionlint >/dev/null; then actionlint; else echo "actionlint: not installed, not run"; fi
 
 # The warning is of a MkDocs 2 that is not out: what is built here needs the first.
+links: environment  ## Check the documents' links
+	$(call step,links,$(PYTHON) tools/check_links.py)
+
 docs: environment  ## Check the documents' links, and build their site into site/; a broken link or reference fails
 	$(call step,links,$(PYTHON) tools/check_links.py)
 	$(call step,mkdocs,NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict)

@@ -1,15 +1,17 @@
-"""Rules of the whole suite: what one process has to run, and the last line about tests without recorded traces."""
+"""Rules of the whole suite: what `make test` leaves out, what one process runs, and tests without recorded traces."""
 
-import contextlib
 import gc
-import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 TRACES = "KVTIERS_TRACES"
+QUICK = tuple(Path(__file__).with_name("quick.txt").read_text(encoding="utf-8").split())
+"""Folders, files and tests of which `make test` runs what is not marked `slow`. All others are marked here."""
+
 SHARED_FIXTURES = (
     "plugins/azure_tier/", "plugins/gcs_tier/", "plugins/redis_tier/", "plugins/s3_tier/", "tests/packaging/",
 )  # fmt: skip
@@ -35,19 +37,11 @@ def work_unit(nodeid: str) -> str:
     return next((folder for folder in SHARED_FIXTURES if file.startswith(folder)), file)
 
 
-def pytest_configure() -> None:
-    # A shell has what it starts in the background ignore SIGINT, and so would each program that a test interrupts.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    # An example that takes long says something of the machine only.
-    with contextlib.suppress(ImportError):  # not in every environment that runs some of the tests
-        from hypothesis import settings
-
-        settings.register_profile("any-machine", deadline=None)
-        settings.load_profile("any-machine")
-
-
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers that -m names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not item.nodeid.startswith(QUICK):
+            item.add_marker(pytest.mark.slow)
     # One that takes a minute and comes last is a minute with one process at work.
     tests = Counter(work_unit(item.nodeid) for item in items)
     seconds = {unit: SECONDS.get(unit, 0.3 * count) for unit, count in tests.items()}

@@ -73,14 +73,11 @@ def test_the_tests_that_the_guide_runs_are_there():
         assert name in names if name else (ROOT / text).is_file(), text
 
 
-def test_the_budgets_of_the_whole_run_are_under_50_minutes_and_a_hang_ends_before_86():
+def test_what_the_whole_run_makes_is_a_target():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    steps = re.findall(r'^step "(?:--jobs=\d )?([\w -]+)" (\d+)', script, re.MULTILINE)
-    budgets = [int(minutes) for _, minutes in steps]
-    assert {target for targets, _ in steps for target in targets.split()} <= TARGETS
-    assert re.search(r"^left=\$\(\(\((.+)\) \* 105\)\)", script, re.MULTILINE)[1] == " + ".join(map(str, budgets))
-    assert int(re.search(r"^readonly limit=\$\(\((\d+) \* 105 - 10\)\)", script, re.MULTILINE)[1]) == sum(budgets) < 50
-    assert f"its budget is {60 * budgets[-1]} s" in script
+    steps = re.findall(r'^    "\d+ (?:--jobs=\d )?([\w -]+)"$', script, re.MULTILINE)
+    assert len(steps) >= 7
+    assert {target for targets in steps for target in targets.split()} <= TARGETS
 
 
 def test_the_workflows_test_the_pythons_and_the_releases_of_vllm_that_the_project_names():

@@ -1,0 +1,19 @@
+"""Settings of every test of the project, also of the engines' suites and of a folder that runs by itself."""
+
+import contextlib
+import os
+import signal
+
+
+def pytest_configure() -> None:
+    """Choose how signals and property tests behave, before anything is collected."""
+    # A shell has what it starts in the background ignore SIGINT, and so would each program that a test interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with contextlib.suppress(ImportError):  # not in every environment that runs some of the tests
+        from hypothesis import settings
+
+        # The same examples in each run, so that nothing but a change turns a test red; `make test-explore` draws new
+        # ones. An example that takes long says something of the machine only.
+        settings.register_profile("any-machine", deadline=None, derandomize="KVTIERS_EXPLORE" not in os.environ)
+        settings.load_profile("any-machine")
