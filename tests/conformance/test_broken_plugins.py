@@ -29,15 +29,6 @@ OPTION_IN_PAGES = """
     length: Annotated[int, BeforeValidator(lambda text: int(text.removesuffix(" pages")))] = Field(
         default="2 pages", validate_default=True, description="of the backend")
 """
-NO_LOCK_FILE = """
-    shareable = True
-
-    @property
-    def shared_lock_file(self):
-        from pathlib import Path
-
-        return Path("/no/such/file")
-"""
 DEADLINE = 'TierConfig.model_fields["deadline"].description'
 NEEDS_THE_HOOK = {
     "test_core_takes_the_plugin",
@@ -48,7 +39,6 @@ NEEDS_THE_HOOK = {
     "test_secrets_are_not_printed",
     "test_the_options_reach_a_tier_host_unchanged",
     "test_open_returns_what_the_kind_says",
-    "test_a_shared_lock_file_is_there_once_the_store_is_open",
 }
 
 PLUGINS = {  # name: (text in the entry module, what stands there instead, the tests that must catch it)
@@ -80,8 +70,6 @@ PLUGINS = {  # name: (text in the entry module, what stands there instead, the t
         "test_the_options_reach_a_tier_host_unchanged"}),
     "OpensAnotherKind": ('kind="store"', 'kind="manager"', {
         "test_open_returns_what_the_kind_says"}),
-    "HasNoLockFile": (OPTION, f"{NO_LOCK_FILE}\n{OPTION}", {
-        "test_a_shared_lock_file_is_there_once_the_store_is_open"}),
     "HasAnotherName": ('name="HasAnotherName"', 'name="has-another-name"', {
         "test_core_takes_the_plugin"}),
     "MisspellsTheHook": ("def kvtiers_tier", "def kvtiers_teir", NEEDS_THE_HOOK),

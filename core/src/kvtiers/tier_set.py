@@ -202,7 +202,6 @@ class TierSet:
             None if config.writes_per_hour is None else config.writes_per_hour / value_bytes,
             capacity // value_bytes if isinstance(capacity, int) else None,
             type(config).shareable,
-            config.shared_lock_file,
         )
         return TierSlot(index, tier, options), tier
 

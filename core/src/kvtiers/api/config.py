@@ -319,17 +319,6 @@ class TierConfig(StrictModel):
         """The tier's name: ``name``, or its type."""
         return self.name or self.type
 
-    @property
-    def shared_lock_file(self) -> Path | None:
-        """A file that all processes of this machine that have a ``shareable`` store open share; None: there is none.
-
-        Absolute, a regular file, there once the store is open, and writable for those who may write to the store.
-        Engines lock bytes far beyond its end (``fcntl``) while they fetch a chunk from a tier behind this one, so that
-        each chunk is fetched once a machine, also where the file is all that their containers have in common. They
-        neither read nor write it.
-        """
-        return None
-
     @field_validator("processes")
     @classmethod
     def _is_a_number_of_processes(cls, processes: int | str) -> int | str:

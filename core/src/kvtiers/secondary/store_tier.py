@@ -214,10 +214,6 @@ class ChunkStoreTier(EventTier):
             self._lookups.flush()
             self._hosts.flush()
 
-    def ask_again(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget what is known of these chunks, which another engine may have stored meanwhile."""
-        self._lookups.forget(keys)
-
     def set_names(self, names: StorageNames) -> None:
         """Use other names from now on; no verdict of the old names holds for them."""
         self._lookups.clear()

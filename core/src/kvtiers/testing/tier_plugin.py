@@ -12,7 +12,6 @@ import ast
 import inspect
 import json
 import mmap
-import os
 import re
 import subprocess
 import sys
@@ -177,20 +176,6 @@ class TierPluginTests:
             assert isinstance(tier, expected), (
                 f"kind {plugin.kind!r} opens a {expected.__name__}, not a {type(tier).__name__}"
             )
-        finally:
-            tier.close()
-
-    def test_a_shared_lock_file_is_there_once_the_store_is_open(
-        self, plugin: TierPlugin, valid_config: TierConfig
-    ) -> None:
-        tier = plugin.open(valid_config, _context(valid_config))
-        try:
-            path = valid_config.shared_lock_file
-            if path is not None:
-                assert valid_config.shareable, "a 'shared_lock_file' is of a 'shareable' store; leave it out"
-                assert path.is_absolute(), f"'shared_lock_file' {str(path)!r} is not an absolute path"
-                assert path.is_file(), f"'shared_lock_file' {str(path)!r} is not a file, with the store open"
-                assert os.access(path, os.R_OK | os.W_OK), f"'shared_lock_file' {str(path)!r} cannot be written"
         finally:
             tier.close()
 

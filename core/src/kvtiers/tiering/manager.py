@@ -174,7 +174,6 @@ class TieringManager:
             options,
             self._metrics,
             self._clock,
-            self.fingerprint,
         )
 
     def _operations_with(self, budget: PinBudget) -> Operations:

@@ -17,7 +17,6 @@ from kvtiers.api import OffloadKey
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
-from kvtiers.tiering.fetch_once import FetchRights
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.prefetch_questions import PATIENCE, Questions
 from kvtiers.tiering.prefetch_state import Bandwidth, Flight, Prefetch
@@ -50,9 +49,7 @@ class Prefetches:
         options: TieringOptions,
         metrics: EngineMetrics,
         clock: Callable[[], float],
-        scope: Callable[[], str] = str,
     ) -> None:
-        self._rights = FetchRights(primary.row_stride, scope)
         self._primary = primary
         self._jobs = jobs
         self._budget = budget
@@ -64,7 +61,7 @@ class Prefetches:
         self._clock = clock
         self.all: list[Prefetch] = []
         """Those that are not over; a step looks at it."""
-        self._questions = Questions(primary, slots, self.all, self._rights)
+        self._questions = Questions(primary, slots)
         self._numbers = itertools.count(1)
         self._runs = itertools.count(1)
 
@@ -124,10 +121,9 @@ class Prefetches:
         one.is_closed = True
 
     def shut_down(self) -> None:
-        """Begin nothing more, and leave all chunks to other engines."""
+        """Begin nothing more."""
         for one in self.all:
             one.stop("the engine has ended")
-        self._rights.release_all()
 
     def retire_keys(self) -> None:
         """End all: their keys name other values from now on."""
@@ -148,28 +144,25 @@ class Prefetches:
             if one.is_over() and (one.is_closed or not one.is_warm_up or silent > _CLIENT_SECONDS):
                 self.all.remove(one)
                 self._questions.end_run(one)
-            if one.ended and one.rights:
-                self._rights.release(one.rights)
-                one.rights.clear()
         begun = [one for one in self.all if not one.ended]
         if begun:
             self._work_on(min(begun, key=lambda one: one.is_warm_up), now)
 
     def _work_on(self, one: Prefetch, now: float) -> None:
         slots = [slot for slot in self._slots if one.tiers is None or slot.name in one.tiers]
-        way = self._questions.way(one, slots)
-        if not (way.before or way.after):
+        tiers = self._questions.tiers_of(one, slots)
+        if not tiers:
             if not slots or all(slot.has_spoken() for slot in slots):
                 one.stop(f"{', '.join(one.tiers)} is not in use" if one.tiers else "no tier is in use")
             return
-        self._questions.put_back(one, {*way.before, *way.after})
-        if any(slot.metrics.loading_chunks > self._own(slot) for slot in (*way.before, *way.after)):
+        self._questions.put_back(one, tiers)
+        if any(slot.metrics.loading_chunks > self._own(slot) for slot in tiers):
             return  # requests wait for this tier
         if one.loaded + one.in_flight >= one.most_chunks:
             if not one.flights:
                 one.stop("as much as was asked for is loaded")
             return
-        self._questions.ask(one, way, now)
+        self._questions.ask(one, tiers, now)
         if one.found:
             self._load(one, now)
 
@@ -178,24 +171,17 @@ class Prefetches:
         return sum(flight.owns(slot) for one in self.all for flight in one.flights)
 
     def _collect(self, one: Prefetch) -> None:
-        """Take in the ends of jobs; store in the near tier what was fetched by this engine's turn."""
+        """Take in the ends of jobs; store in the near tier what was loaded from one behind it."""
         ended = [flight for flight in one.flights if not self._is_moving(flight.reserved)]
         one.flights = [flight for flight in one.flights if flight not in ended]
         for flight in ended:
             one.loaded += len(flight.landed)
             one.failed += len(flight.keys) - len(flight.landed)
             self._metrics.prefetched_chunks += len(flight.landed)
-            fetched = [key for key in flight.landed if key in self._rights]
-            near = self._questions.near_of(flight.slot) if fetched else None
-            stored = None if near is None else self._cascades.hand_on(near, fetched)
-            handed = fetched[: stored.rows] if stored is not None else []
-            if stored is not None:
-                one.storing.append((stored, handed))
-            self._rights.release(set(flight.keys).difference(handed))
-        for stored, keys in one.storing:
-            if not self._is_moving(stored):
-                self._rights.release(keys)
-        one.storing = [pair for pair in one.storing if self._is_moving(pair[0])]
+            near = self._questions.near_of(flight.slot)
+            if near is not None and (stored := self._cascades.hand_on(near, flight.landed)) is not None:
+                one.storing.append(stored)
+        one.storing = [stored for stored in one.storing if self._is_moving(stored)]
 
     def _is_moving(self, reserved: Reservation) -> bool:
         """Return whether a job may still end with something: not one whose rows its tier never releases, maybe."""
@@ -214,7 +200,6 @@ class Prefetches:
         clean_before = self._primary.clean_rows
         got = self._primary.prepare_write(keys, one.run, reserve_rows=self._reserve(), max_rows=len(keys))
         leased = [] if got is None else got.keys
-        self._questions.release(one, [key for key in keys if key not in leased])
         one.resident += len(keys) - len(leased)
         if got is None or not leased:
             return
@@ -228,7 +213,6 @@ class Prefetches:
         state = RequestState(RequestContext(""), (), finished=True, is_prefetch=True)
         flight = Flight(slot, self._budget.reserve(slot, len(leased)), state, leased)
         one.flights.append(flight)
-        one.rights.difference_update(leased)
 
         def landed(slot: TierSlot, keys: Sequence[OffloadKey], failed: Sequence[OffloadKey]) -> None:
             flight.landed += keys

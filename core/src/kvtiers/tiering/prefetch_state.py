@@ -86,16 +86,12 @@ class Prefetch:
     """The request id under which the policy sees the chunks of the present prefix."""
     waiting: deque[OffloadKey | None] = field(default_factory=deque)
     """Keys in order; None: the end of a prefix."""
-    rights: set[OffloadKey] = field(default_factory=set)
-    """Keys that it has the right to fetch, and that are not in flight yet."""
     asking: list[OffloadKey] = field(default_factory=list)
     asked_at: float = 0.0
     question: int = _FIRST_QUESTION
-    others: deque[tuple[OffloadKey, float]] = field(default_factory=deque)
-    """Keys that another engine is fetching, and when to look again."""
     found: deque[tuple[TierSlot, OffloadKey]] = field(default_factory=deque)
     flights: list[Flight] = field(default_factory=list)
-    storing: list[tuple[Reservation, Sequence[OffloadKey]]] = field(default_factory=list)
+    storing: list[Reservation] = field(default_factory=list)
     """Chunks that are being stored in the near tier."""
 
     @property
@@ -115,7 +111,7 @@ class Prefetch:
 
     def has_work(self) -> bool:
         """Return whether there is something to be done for it in the next steps."""
-        left = self.waiting or self.asking or self.others or self.found or self.is_moving
+        left = self.waiting or self.asking or self.found or self.is_moving
         return bool(left or (self.is_complete and not self.ended))
 
     def give(self, keys: Sequence[OffloadKey], *, ends_prefix: bool) -> None:
@@ -127,7 +123,7 @@ class Prefetch:
 
     def is_over(self) -> bool:
         """Return whether nothing of it is left to do or in flight."""
-        left = self.waiting or self.asking or self.others or self.found or self.is_moving
+        left = self.waiting or self.asking or self.found or self.is_moving
         if self.is_complete and not (self.ended or left):
             self.ended = "done"
         return bool(self.ended) and not self.is_moving
@@ -144,7 +140,6 @@ class Prefetch:
         self.ended = self.ended or why
         self.waiting.clear()
         self.asking.clear()
-        self.others.clear()
         self.found.clear()
 
     def figures(self, chunk_bytes: int) -> dict[str, Any]:
@@ -158,9 +153,6 @@ class Prefetch:
             "missing": self.missing,
             "failed": self.failed,
             "in_flight": self.in_flight,
-            "waiting": sum(key is not None for key in self.waiting)
-            + len(self.asking)
-            + len(self.others)
-            + len(self.found),
+            "waiting": sum(key is not None for key in self.waiting) + len(self.asking) + len(self.found),
             "ended": self.ended if self.is_closed or not self.is_moving else "",
         }

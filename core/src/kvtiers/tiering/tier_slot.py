@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from kvtiers._failures import log_with_backoff
@@ -50,8 +49,6 @@ class TierOptions:
     chunks: int | None = None
     shareable: bool = False
     """Several processes may have its store open, and each finds what the others have written."""
-    lock_file: Path | None = None
-    """A file that these processes share, whatever container they are in."""
 
 
 @runtime_checkable
@@ -60,14 +57,6 @@ class CanAskAhead(Protocol):
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask about a prefix that will be looked up soon; between any two other calls."""
-
-
-@runtime_checkable
-class CanAskAgain(Protocol):
-    """A tier that remembers answers, and can be made to forget some."""
-
-    def ask_again(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget what is known of these chunks, which another engine may have stored meanwhile."""
 
 
 @runtime_checkable
@@ -150,11 +139,6 @@ class TierSlot:
         """Ask the tier at once about a prefix that will be looked up soon, if it can be asked ahead."""
         if isinstance(self.tier, CanAskAhead) and self.available():
             self._do(self.tier.ask_ahead, keys)
-
-    def ask_again(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the next lookup of these chunks ask the store, whatever was known of them."""
-        if isinstance(self.tier, CanAskAgain):
-            self._do(self.tier.ask_again, keys)
 
     def submit(self, job: TransferJob) -> bool:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""

@@ -72,11 +72,6 @@ class FsConfig(TierConfig):
     mode: Mode = Field(default="0600", description="permissions of files; directories get theirs to match")
     group: str = Field(default="", description="group of all files, by name or number: its members may share them")
 
-    @property
-    def shared_lock_file(self) -> Path:
-        """The format file: a directory of either layout has one for as long as it is there."""
-        return self.path / FORMAT_FILE
-
     @field_validator("path")
     @classmethod
     def _is_absolute(cls, path: Path) -> Path:
