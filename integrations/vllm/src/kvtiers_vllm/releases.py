@@ -6,8 +6,9 @@ seen to read each other's values in tests; one that was not tested so has an epo
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from kvtiers.api import StartError
+from kvtiers.api import ConfigError, StartError
 
 __all__ = ["RELEASES", "Release", "release_of", "require_whole_stack", "supported"]
 
@@ -22,6 +23,17 @@ class Release:
     requests out; the whole stack has keys of its own for them. ``reports_bytes``: a job's result has
     ``transfer_bytes``. ``whole_stack``: kvtiers' own manager and workers run under its connector, which the tests show
     with its engine.
+
+    Where a block is computed from other tokens, or from other media, than those that vLLM has hashed, its KV would be
+    stored under the identity of another block, which no seal can show:
+
+    ``trims_session_hashes``: a streaming-input session that goes on drops the hashes of the tokens that it discards
+    (vLLM issues 49377 and 49449). ``leaves_last_token``: a request that has ended offers no block with its last sampled
+    token, whose KV is never computed (54193; only with ``offload_prompt_only: false``). ``hashes_all_media``: the hash
+    of a block that an answer has filled covers all images in it, and not the last one alone (51694; the same).
+
+    Issue 49125, a partial hash that returns to vLLM's own prefix cache, is no column: its block has the KV of those
+    tokens, and kvtiers takes no hash from that cache.
     """
 
     version: str
@@ -30,6 +42,9 @@ class Release:
     random_seed: bool = False
     tags_salt: bool = True
     reports_bytes: bool = True
+    trims_session_hashes: bool = True
+    leaves_last_token: bool = True
+    hashes_all_media: bool = True
     whole_stack: bool = False
     tested: tuple[str, ...] = ()
     """The exact releases that the tests run: 0.31.0 by ``make test-vllm-all`` alone."""
@@ -37,6 +52,26 @@ class Release:
     def epoch(self, version: str) -> str:
         """Return what stands for the layout of this very version in the fingerprint."""
         return f"vllm-{self.version}" if version in self.tested else f"vllm-{version}-untested"
+
+    def hashes_rightly(self, request: Any, *, prompt_only: bool) -> bool:
+        """Return whether the hashes of this request of vLLM's are those of the tokens and media of its blocks.
+
+        ``prompt_only``: blocks that an answer has filled are not stored.
+        """
+        if not self.trims_session_hashes and getattr(request, "resumable", False):
+            return False
+        return prompt_only or self.hashes_all_media or len(getattr(request, "mm_features", None) or ()) < 2
+
+    def require_computed(self, *, prompt_only: bool) -> None:
+        """ConfigError, one line, if answers are to be stored where vLLM stores a token of them that it never computed.
+
+        ``prompt_only``: as for ``hashes_rightly``.
+        """
+        if not (prompt_only or self.leaves_last_token):
+            raise ConfigError(
+                f"offload_prompt_only: false: vLLM {self.version} stores blocks whose last token it has never computed; "
+                "leave this option out, or use vLLM 0.30 or a later one"
+            )
 
 
 RELEASES = {
@@ -49,18 +84,32 @@ RELEASES = {
             random_seed=True,
             tags_salt=False,
             reports_bytes=False,
+            trims_session_hashes=False,
+            leaves_last_token=False,
+            hashes_all_media=False,
             tested=("0.28.0",),
         ),
-        Release("0.29", rows_attribute="block_ids", takes_detector=False, tags_salt=False, reports_bytes=False),
+        Release(
+            "0.29",
+            rows_attribute="block_ids",
+            takes_detector=False,
+            tags_salt=False,
+            reports_bytes=False,
+            trims_session_hashes=False,
+            leaves_last_token=False,
+            hashes_all_media=False,
+        ),
         Release(
             "0.30",
             takes_detector=False,
             tags_salt=False,
             reports_bytes=False,
+            trims_session_hashes=False,
+            hashes_all_media=False,
             whole_stack=True,
             tested=("0.30.0",),
         ),
-        Release("0.31", whole_stack=True, tested=("0.31.0",)),
+        Release("0.31", trims_session_hashes=False, whole_stack=True, tested=("0.31.0",)),
         Release("0.32", whole_stack=True, tested=("0.32.0",)),
         Release("0.33", whole_stack=True, tested=("0.33.0",)),
     )

@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvtiers.api import StartError
+from kvtiers.api import ConfigError, StartError
 from kvtiers_vllm.releases import RELEASES, public_version, release_of
 
 
@@ -33,6 +34,43 @@ def test_a_release_that_no_test_runs_shares_nothing():
     assert RELEASES["0.32"].epoch(public_version("0.32.0+cpu")) == epochs[0]
 
 
+def request(resumable=False, media=0):
+    return SimpleNamespace(resumable=resumable, mm_features=[object()] * media)
+
+
+@pytest.mark.parametrize("prompt_only", [True, False])
+def test_a_session_is_trusted_where_vllm_drops_the_hashes_of_what_it_discards(prompt_only):
+    trusted = [
+        version
+        for version, release in RELEASES.items()
+        if release.hashes_rightly(request(resumable=True), prompt_only=prompt_only)
+    ]
+    assert trusted == ["0.32", "0.33"]
+
+
+def test_an_answer_behind_several_images_is_trusted_where_its_blocks_are_hashed_with_all_of_them():
+    def trusted(media, *, prompt_only):
+        return [
+            version
+            for version, release in RELEASES.items()
+            if release.hashes_rightly(request(media=media), prompt_only=prompt_only)
+        ]
+
+    assert trusted(2, prompt_only=False) == ["0.31", "0.32", "0.33"]
+    assert trusted(1, prompt_only=False) == trusted(2, prompt_only=True) == list(RELEASES)
+    assert RELEASES["0.28"].hashes_rightly(SimpleNamespace(mm_features=None), prompt_only=False)
+
+
+def test_answers_are_not_offloaded_where_vllm_stores_a_token_of_them_that_it_has_not_computed():
+    for version, release in RELEASES.items():
+        release.require_computed(prompt_only=True)
+        if version in {"0.28", "0.29"}:
+            with pytest.raises(ConfigError, match=f"offload_prompt_only: false: vLLM {version} stores blocks"):
+                release.require_computed(prompt_only=False)
+        else:
+            release.require_computed(prompt_only=False)
+
+
 def test_the_table_in_the_docs_says_what_is_known_of_each_release():
     text = (Path(__file__).parents[4] / "docs" / "vllm.md").read_text()
     said = {
@@ -41,11 +79,20 @@ def test_the_table_in_the_docs_says_what_is_known_of_each_release():
             re.findall(r"\d+\.\d+\.\d+", cells[2]),
             cells[3] == "random",
             cells[4] == "with a tag",
+            cells[5] == "stored",
+            cells[6] == "can be stored",
         )
         for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
         if re.fullmatch(r"\d+\.\d+", cells[0])
     }
     assert said == {
-        version: (release.whole_stack, list(release.tested), release.random_seed, release.tags_salt)
+        version: (
+            release.whole_stack,
+            list(release.tested),
+            release.random_seed,
+            release.tags_salt,
+            release.trims_session_hashes,
+            release.leaves_last_token,
+        )
         for version, release in RELEASES.items()
     }

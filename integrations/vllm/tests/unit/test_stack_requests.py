@@ -419,6 +419,82 @@ def test_the_keys_that_are_asked_ahead_are_those_of_the_lookup(book):
     assert list(book.prefixes(plain)) == [[KEY]]
 
 
+def prepared(request_id, *, resumable=False, hashes=(HASH,)):
+    return SimpleNamespace(
+        request_id=request_id, block_hashes=list(hashes), lora_request=None, cache_salt=None, resumable=resumable
+    )
+
+
+def test_nothing_is_kept_of_a_session_that_has_ended(book):
+    """vLLM prepares each input of a session, and one more for its end, as a request of the same id; it opens one."""
+    for number in range(3):
+        first = prepared(f"session {number}", resumable=True)
+        assert list(book.prefixes(first)) == [[KEY]], "its tiers are asked all the same"
+        book.show(first)
+        book.open(first.request_id, None)
+        list(book.prefixes(prepared(first.request_id, resumable=True)))
+        list(book.prefixes(prepared(first.request_id, hashes=())))
+        book.close(first.request_id)
+    assert not book._ahead
+
+
+def test_of_requests_that_are_never_opened_the_newest_are_kept(book):
+    for number in range(5_000):
+        list(book.prefixes(prepared(f"aborted {number}")))
+    newest = prepared("newest")
+    list(book.prefixes(newest))
+    assert len(book._ahead) == 4_096
+    assert book._ahead["newest"][0] is newest
+
+
+@pytest.mark.parametrize("then", [[HASH], [HASH, b"o" * 32], [HASH, b"o" * 32, b"p" * 32], []])
+def test_a_request_of_whose_blocks_one_gets_another_hash_is_out_for_good(book, then):
+    shown = prepared("one", hashes=[HASH])
+    book.show(shown)
+    request = book.open("one", None)
+    assert request.keys is not None
+    shown.block_hashes.append(b"i" * 32)
+    assert request.keys is not None, "a list that grows keeps what it had"
+    shown.block_hashes[:] = then
+    assert request.keys is None
+    shown.block_hashes[:] = [HASH, b"i" * 32]
+    assert request.keys is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda hashes: hashes.pop(),
+        lambda hashes: hashes.__setitem__(1, b"o" * 32),
+        lambda hashes: hashes.__setitem__(slice(1, None), [b"o" * 32, b"p" * 32]),
+    ],
+)
+def test_a_key_that_vllm_has_kept_of_a_token_that_it_discarded_takes_the_request_out(book, change):
+    """Of a list that has changed while nobody looked: vLLM's connector has its own copy, and offers that."""
+    shown = prepared("one", hashes=[HASH])
+    book.show(shown)
+    request = book.open("one", None)
+    keys = request.keys
+    assert request.names(keys, [KEY])
+    shown.block_hashes.append(b"i" * 32)
+    kept = shown.block_hashes[1] + KEY[-4:]
+    change(shown.block_hashes)
+    assert not request.names(keys, [KEY, kept])
+    assert request.keys is None
+
+
+def test_a_request_whose_hashes_are_not_right_in_this_release_has_no_keys_and_is_not_asked_ahead(versions, digests):
+    weights = Weights("commit-1", versions, versions.resets)
+    book = RequestBook(GROUPS, weights, digests, lookup_wait=0.02, hashes_rightly=lambda request: not request.resumable)
+    session, plain = prepared("session", resumable=True), prepared("plain")
+    assert [list(book.prefixes(shown)) for shown in (session, plain)] == [[], [[KEY]]]
+    for shown in (session, plain):
+        book.show(shown)
+    assert book.open("plain", None).keys is not None
+    book.show(session)
+    assert book.open("session", None).keys is None
+
+
 def test_nothing_is_asked_ahead_for_a_request_whose_adapter_is_to_be_looked_at_first(book, tmp_path):
     request = SimpleNamespace(request_id="one", block_hashes=[HASH], lora_request=adapter(tmp_path), cache_salt=None)
     assert not list(book.prefixes(request))

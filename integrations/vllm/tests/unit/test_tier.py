@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvtiers.api import ConfigError
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import Engine, being_built
 from kvtiers_vllm.own_tiering.build import OffTier, OpenedTier
@@ -146,6 +147,38 @@ def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tie
     assert tier._driver.left_out_requests == left_out
     tier.on_request_finished(request)
     assert tier.lookup(KEY, request).name == "HIT"
+
+
+@pytest.mark.parametrize(
+    ("version", "left_out"),
+    [("0.28.0", True), ("0.29.0", True), ("0.30.0", True), ("0.31.0", True), ("0.32.0", False), ("0.33.0", False)],
+)
+def test_a_session_is_left_out_where_vllm_keeps_the_hash_of_a_token_that_it_discards(
+    tier, config, left_out, monkeypatch
+):
+    from vllm.v1.engine.core import EngineCore
+
+    monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
+    monkeypatch.setattr(tier._driver._slot, "ask", lambda _keys, _context: (1, False))
+    given = {"request_id": "a", "cache_salt": None, "block_hashes": [], "resumable": True}
+    first, _ = EngineCore(config).preprocess_add_request(Request(**given))
+    request = SimpleNamespace(req_id="a", kv_transfer_params=None)
+    tier.on_new_request(request)
+    EngineCore(config).preprocess_add_request(Request(**given))  # the second input, which vLLM does not announce
+    del first
+    assert tier.lookup(KEY, request).name == ("MISS" if left_out else "HIT")
+    assert tier._driver.left_out_requests == left_out
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.28.0", True), ("0.29.0", True), ("0.30.0", False)])
+def test_answers_are_refused_where_vllm_stores_a_token_of_them_that_it_has_not_computed(make, refused):
+    spec = offloading_spec()
+    spec.extra_config = {"offload_prompt_only": False}
+    if refused:
+        with pytest.raises(ConfigError, match="offload_prompt_only: false: vLLM 0"):
+            make(spec)
+    else:
+        make(spec)
 
 
 def test_the_tiers_of_an_engine_end_at_the_same_time_and_those_of_another_go_on(make):

@@ -71,6 +71,8 @@ class KvtiersTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, **detector)
         self.bugs = BugCount(tier_type)
         config, settings = load_tier_options(tier_type, options, offloading_spec.extra_config)
+        self._prompt_only = bool(offloading_spec.extra_config.get("offload_prompt_only", True))
+        _RELEASE.require_computed(prompt_only=self._prompt_only)
         self._drain_seconds = settings.drain
         self._offloading, engine = offloading_spec.config, engine_being_built()
         core = follow_core(engine, vllm_version)
@@ -120,9 +122,10 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: None)
     def _arrived(self, request: Any) -> None:
-        """Probe for a request before vLLM looks it up; if its salt has no tag, exclude it. On any thread."""
+        """Probe for a request before vLLM looks it up; if its keys may be another's, exclude it. On any thread."""
         self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
-        if request.cache_salt and not _RELEASE.tags_salt:
+        is_right = _RELEASE.hashes_rightly(request, prompt_only=self._prompt_only)
+        if not is_right or (request.cache_salt and not _RELEASE.tags_salt):
             self._driver.leave_out(request.request_id, request)
             return
         tenant = self._tenant_of(request)

@@ -60,6 +60,10 @@ class RequestKeys:
         self._groups = groups
         self._tenant = tenant
         self._hashes = hashes
+        self._known: set[bytes] = set()
+        """The first ``_read`` hashes of vLLM's list, as they were read; ``_newest``: the last of them."""
+        self._read = 0
+        self._newest = b""
         self._adapter = digest_of(adapter)
         self._salt = digest_of(salt)
         self._is_plain = not (adapter or salt or tenant) and all(
@@ -73,6 +77,23 @@ class RequestKeys:
         """vLLM's keys of the same chunks."""
         self._places: dict[bytes, int] = {}
         """By vLLM's key."""
+
+    def still_hold(self) -> bool:
+        """Return whether vLLM's list still begins with what was read of it, and read what it has got since.
+
+        A hash covers all tokens before it, so the last one stands for all.
+        """
+        hashes, read = self._hashes, self._read
+        if len(hashes) < read or (read and hashes[read - 1] != self._newest):
+            return False
+        if len(hashes) > read:
+            self._known.update(hashes[read:])
+            self._read, self._newest = len(hashes), hashes[-1]
+        return True
+
+    def are_all_of(self, keys: Collection[bytes]) -> bool:
+        """Return whether each of these keys of vLLM's is that of a block as vLLM hashes it now."""
+        return self.still_hold() and all(key[:-_GROUP_BYTES] in self._known for key in keys)
 
     def of(self, key: bytes) -> OffloadKey:
         """Return kvtiers' key for one of vLLM's."""
@@ -99,6 +120,7 @@ class RequestKeys:
 
     def prefixes(self) -> Iterator[Sequence[OffloadKey]]:
         """Yield the keys so far of each group that is looked up from the head on."""
+        self.still_hold()
         for number, prefix in self._prefixes.items():
             self._follow(number)
             yield prefix

@@ -173,6 +173,8 @@ class KvtiersManager(OffloadingManager):
             return LookupResult.MISS
         place = keys.place(key)
         if place is None:
+            if not request.names(keys, (key,)):
+                return LookupResult.MISS
             with self._manager.lock:
                 return _ANSWERS[self._manager.lookup(keys.of(key), request.context)]
         run = self._run(key, place, request, keys)
@@ -270,6 +272,8 @@ class KvtiersManager(OffloadingManager):
         own = request.keys
         if own is None:
             return None if self.requests.stores_wait(request) else _nothing_of(request)
+        if not request.names(own, keys):
+            return _nothing_of(request)
         named = {own.of(key): key for key in keys}
         with self._manager.lock:
             plan = self._manager.prepare_store(list(named), request.context)

@@ -1,7 +1,8 @@
 """The open requests of vLLM, and the identity of their KV: the mapping from vLLM's keys to kvtiers'.
 
 A request without ``keys`` uses no tiers, since the identity of its KV is uncertain. That is permanent
-if vLLM has not shown it, its adapter's files cannot be read or have changed, or part of it was computed with other
+if vLLM has not shown it, has given a block of it another hash than before, or does not hash it rightly in this release
+(``releases.py``), if its adapter's files cannot be read or have changed, or if part of it was computed with other
 weights, also if vLLM has that part in its own prefix cache. It is temporary while its adapter's files are being
 examined: vLLM defers it, no longer than ``lookup_wait``.
 """
@@ -9,7 +10,8 @@ examined: vLLM defers it, no longer than ``lookup_wait``.
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,7 +76,16 @@ class OpenRequest:
             return None
         if self._keys is None and not self.out:
             self._keys = self.make_keys(self.digesting.digest if self.digesting is not None else b"")
+        self.out = self.out or (self._keys is not None and not self._keys.still_hold())
         return None if self.out else self._keys
+
+    def names(self, keys: RequestKeys, shown: Collection[bytes]) -> bool:
+        """Return whether vLLM hashes blocks of the request by these keys now; if not, the request is out.
+
+        vLLM's connector has a list of keys of its own, which is not shortened when a session discards tokens.
+        """
+        self.out |= not keys.are_all_of(shown)
+        return not self.out
 
     def output_tokens(self) -> int:
         """Return how many tokens its answer has so far; 0 where vLLM does not say."""
@@ -106,6 +117,7 @@ class RequestBook:
     """The open requests. ``groups``: how keys come about. ``lookup_wait``: seconds for an answer, once a request.
 
     ``tenants``: who a request's tenant is; one whose tenant may use no tier is out. The caller ends ``digests``.
+    ``hashes_rightly``: whether the hashes of a request are those of its blocks in this release of vLLM; else it is out.
     """
 
     def __init__(
@@ -116,7 +128,9 @@ class RequestBook:
         lookup_wait: float,
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
+        hashes_rightly: Callable[[Any], bool] = lambda _request: True,
     ) -> None:
+        self._hashes_rightly = hashes_rightly
         self._tenants = tenants or Tenants("", is_on=False)
         self.groups = len(groups)
         """KV groups of the model."""
@@ -134,8 +148,11 @@ class RequestBook:
         self.field = RequestField()
         self._shown: Any = None
         self._open: dict[str, OpenRequest] = {}
-        self._ahead: dict[str, tuple[Any, RequestKeys]] = {}
-        """vLLM's request and its keys, made when it came and used when it is opened. Filled on another thread."""
+        self._ahead: OrderedDict[str, tuple[Any, RequestKeys]] = OrderedDict()
+        """vLLM's request and its keys, made when it came and used when it is opened. Filled on another thread.
+
+        Requests that are aborted before they are opened stay until they are the oldest of ``_MOST_AHEAD``.
+        """
 
     def show(self, request: Any) -> None:
         """Record vLLM's request, which is named next."""
@@ -152,6 +169,7 @@ class RequestBook:
             params = {**params, TENANT_FIELD: tenant}
         context, maker = RequestContext(request_id, params, _traceparent(shown)), self._maker_of(shown, tenant or "")
         request = OpenRequest(context, maker, out=shown is None or tenant is None)
+        request.out |= shown is not None and not self._hashes_rightly(shown)
         ahead = self._ahead.pop(request_id, None)
         if ahead is not None and ahead[0] is shown:
             request.use(ahead[1])
@@ -164,15 +182,17 @@ class RequestBook:
 
     def prefixes(self, shown: Any) -> Iterator[Sequence[OffloadKey]]:
         """Yield the keys by which a request of vLLM's will be looked up, if nothing has to be found out first."""
-        if shown.lora_request is None:
+        if shown.lora_request is None and self._hashes_rightly(shown):
             try:
                 named = tenant_param(getattr(shown, "kv_transfer_params", None))
                 tenant = self._tenants.named(named, _salt_of(shown))
             except ConfigError:  # said when it is opened
                 return
             keys = self._maker_of(shown, tenant)(b"")
-            if len(self._ahead) < _MOST_AHEAD:  # those of requests that were aborted before they were opened stay
+            if not getattr(shown, "resumable", False):  # the later inputs of a session are never opened
                 self._ahead[shown.request_id] = (shown, keys)
+                if len(self._ahead) > _MOST_AHEAD:
+                    self._ahead.popitem(last=False)
             yield from keys.prefixes()
 
     def get(self, request_id: str) -> OpenRequest | None:
@@ -181,6 +201,7 @@ class RequestBook:
 
     def close(self, request_id: str) -> OpenRequest | None:
         """Forget a request, and return it."""
+        self._ahead.pop(request_id, None)
         return self._open.pop(request_id, None)
 
     def block_hashes(self, request: OpenRequest) -> list[Sequence[bytes]]:

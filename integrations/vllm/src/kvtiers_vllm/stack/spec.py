@@ -11,6 +11,7 @@ imported once the release is known to be supported.
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -27,7 +28,7 @@ from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.identity import identity_of
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
 from kvtiers_vllm.prefill_estimate import estimated_prefill_seconds
-from kvtiers_vllm.releases import require_whole_stack
+from kvtiers_vllm.releases import release_of, require_whole_stack
 from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
 from kvtiers_vllm.stack.keys import GroupKeys
@@ -150,7 +151,14 @@ class KvtiersOffloadingSpec(OffloadingSpec):
 
         return KvtiersManager(
             manager,
-            RequestBook(groups, weights, digests, self._config.lookup_wait, tenants=manager.tenants),
+            RequestBook(
+                groups,
+                weights,
+                digests,
+                self._config.lookup_wait,
+                tenants=manager.tenants,
+                hashes_rightly=partial(release_of(vllm_version).hashes_rightly, prompt_only=self.offload_prompt_only),
+            ),
             layout.world_size,
             steps,
             StackFigures(facts, OffloadingConnectorStats),

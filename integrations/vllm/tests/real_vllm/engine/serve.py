@@ -180,6 +180,29 @@ class Engine:
             "cached": [result.num_cached_tokens or 0 for result in results],
         }
 
+    def session(self, inputs: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Give a streaming-input session its inputs, each after so many tokens of an answer; return all the tokens."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        found: list[int] = []
+
+        def add(prompt: list[int], *, resumable: bool) -> None:
+            engine.engine_core.add_request(
+                engine.input_processor.process_inputs(
+                    "session", {"prompt_token_ids": prompt}, params, engine.get_supported_tasks(), resumable=resumable
+                )
+            )
+
+        for number, prompt in enumerate(inputs, 1):
+            add(prompt, resumable=True)
+            while len(found) < number * tokens:
+                for output in engine.engine_core.get_output().outputs:
+                    found += output.new_token_ids
+        add([0], resumable=False)  # so vLLM says that no further input comes
+        return {"tokens": found}
+
     def reset_prefix_cache(self, connector: bool = False) -> dict[str, Any]:
         if connector:
             return {"ok": self._llm.reset_prefix_cache(reset_connector=True)}
