@@ -69,7 +69,7 @@ class Release:
         """
         if not (prompt_only or self.leaves_last_token):
             raise ConfigError(
-                f"offload_prompt_only: false: vLLM {self.version} stores blocks whose last token it has never computed; "
+                f"offload_prompt_only: false: vLLM {self.version} stores blocks whose last token it never computed; "
                 "leave this option out, or use vLLM 0.30 or a later one"
             )
 
