@@ -513,3 +513,18 @@ def test_an_engine_says_whether_its_kv_events_are_published(serve, changed, line
 def test_a_report_of_kv_events_that_is_none_is_no_engine_s_answer(serve, events):
     serve(answer(fs=TIER) | {"events": events})
     assert "no engine's answer" in CliRunner().invoke(cli, ["status"]).output
+
+
+@pytest.mark.parametrize(
+    ("late", "said"), [(1, "1 load came late, computed"), (1200, "1,200 loads came late, computed")]
+)
+def test_loads_that_came_late_are_counted_where_vllms_warning_sends_an_operator(serve, late, said):
+    serve({**answer(fs=TIER), "figures": {"late_loads": late}})
+    assert f"  {said}: vLLM logs 'Recovered from KV load failure' for each\n" in (
+        CliRunner().invoke(cli, ["status"]).output
+    )
+
+
+def test_loads_that_came_in_time_are_no_line(serve):
+    serve({**answer(fs=TIER), "figures": {"late_loads": 0}})
+    assert "came late" not in CliRunner().invoke(cli, ["status"]).output

@@ -64,7 +64,7 @@ _AS_THEY_ARE = (
     "wait_expired",
     "recomputed_cheaper",
 )
-_OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "rows", "free_rows")
+_OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "rows", "free_rows")
 _NO_ANSWER = "what it says is no engine's answer"
 _TEXTS = ("engine", "model")
 _TIER_TEXTS = ("off", "trouble")

@@ -56,6 +56,9 @@ def _print(answer: Mapping[str, Any]) -> None:
         click.echo(f"  orphaned: the server that started it has ended, so no request arrives; kill {answer['pid']}")
     if answer.get("events"):
         click.echo(f"  KV events: {events_sentence(answer['events'])}")
+    if late := (answer.get("figures") or {}).get("late_loads"):
+        loads = "load" if late == 1 else "loads"
+        click.echo(f"  {late:,.0f} {loads} came late, computed: vLLM logs 'Recovered from KV load failure' for each")
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
     print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
     for name, tier in answer["tiers"].items():

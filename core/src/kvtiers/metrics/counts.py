@@ -151,6 +151,9 @@ class EngineMetrics(_Metrics):
     )
     failed_gpu_stores: int = _figure("Chunks whose copy out of the engine failed.")
     failed_gpu_loads: int = _figure("Chunks whose copy into the engine failed; they were computed.")
+    late_loads: int = _figure(
+        "Loads whose first chunks were in the engine when the others came too late or not at all, and were computed."
+    )
     dropped_dirty: int = _figure("Chunks evicted from the primary before a tier with 'on_eviction' had stored them.")
     dropped_events: int = _figure("Events dropped because they were not taken.")
     event_batches: int = _figure("Batches of KV events that were published.")

@@ -381,6 +381,10 @@ class TieringManager:
         """Complete a plan whose copies all workers have ended: it no longer pins its chunks."""
         self._plans.complete_load(plan, success=success)
 
+    def load_was_late(self) -> None:
+        """Count a load of which the engine has the first chunks and computes the others."""
+        self._metrics.late_loads += 1
+
     @_timed
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Count these chunks as used now, so that they are evicted later. Unknown keys are ignored."""

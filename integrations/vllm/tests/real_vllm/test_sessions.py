@@ -55,7 +55,8 @@ def test_a_prompt_with_the_token_that_a_session_has_discarded_finds_nothing_of_w
     engine.forget()
     computed = [*FIRST, *answers[: ANSWER - 1], *SECOND, *answers[ANSWER:-1], *ENDING]
     found, cached = engine.generate(computed, tokens=24)
-    assert cached == [len(FIRST + SECOND) // BLOCK * BLOCK if release_of(version).trims_session_hashes else 0]
+    of_the_session = len(FIRST + SECOND) // BLOCK * BLOCK
+    assert cached == [of_the_session if release_of(version).trims_session_hashes else BLOCK], "the prompt above has one"
     engine.forget()
     assert engine.generate(computed, tokens=24, salt="computed")[0] == found
     engine.shutdown()

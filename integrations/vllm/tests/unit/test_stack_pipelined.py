@@ -20,6 +20,7 @@ class Manager:
         self.lock = threading.Lock()
         self.here, self.come, self.unresolved = 0, 0, False
         self.pinned, self.asked = [], []
+        self.late = 0
 
     def _left(self, keys):
         return self.here - KEYS.index(keys[0])
@@ -32,6 +33,9 @@ class Manager:
         self.asked.append(list(keys))
         ready = self.ready_run(keys)
         return PrefixHits(ready, min(self.come, len(keys) - ready), self.unresolved)
+
+    def load_was_late(self):
+        self.late += 1
 
     def prepare_load(self, keys, _context):
         self.pinned += keys
@@ -96,7 +100,8 @@ def test_nothing_begins_before_the_first_row_is_there_and_only_so_many_at_a_time
 
 
 @pytest.mark.parametrize("why", ["given up", "load failed", "no keys"])
-def test_a_load_of_which_no_more_comes_ends_with_what_it_has(made, why):
+def test_a_load_of_which_no_more_comes_ends_with_what_it_has_and_a_line_says_so(made, why, caplog):
+    caplog.set_level("INFO", logger="kvtiers.vllm")
     manager, loads = made.manager, made.loads
     manager.here, manager.come = 2, 4
     of = Request()
@@ -110,6 +115,10 @@ def test_a_load_of_which_no_more_comes_ends_with_what_it_has(made, why):
         assert sent(loads) == [(1, None, True)]
     assert of.load_failed, "it is looked up no more"
     assert not loads.are_open()
+    assert manager.late == 1
+    (line,) = caplog.messages
+    assert line.startswith(f"request a: {3 if why == 'given up' else 4} of 6 chunks from tiers came too late")
+    assert "Recovered from KV load failure" in line
 
 
 def test_one_whose_next_chunk_is_asked_for_again_goes_on(made):
@@ -120,6 +129,7 @@ def test_one_whose_next_chunk_is_asked_for_again_goes_on(made):
     assert sent(loads) == []
     manager.here, manager.unresolved = 6, False
     assert sent(loads) == [(1, [2, 3, 4, 5], True)]
+    assert manager.late == 0
 
 
 def test_the_load_of_a_request_that_ends_is_closed_with_the_next_step(made):

@@ -37,7 +37,7 @@ _ENGINE_COUNTERS = described(
     "kvtiers_", help_texts(EngineMetrics),
     "lookups", "primary_hits", "stored_chunks", "refused_stores", "refused_tenants", "declined_stores",
     "dropped_dirty", "wait_expired", "recomputed_cheaper",
-    "failed_gpu_stores", "failed_gpu_loads", "engine_seconds", "event_batches", "event_chunks",
+    "failed_gpu_stores", "failed_gpu_loads", "late_loads", "engine_seconds", "event_batches", "event_chunks",
     "dropped_event_chunks", "replayed_event_batches", "prefetched_chunks", "dropped_prefetches",
 )  # fmt: skip
 _COUNTERS = frozenset((*_TIER_COUNTERS, *_ENGINE_COUNTERS, *(f"kvtiers_what_if_{name}" for name in WHAT_IF_COUNTERS)))

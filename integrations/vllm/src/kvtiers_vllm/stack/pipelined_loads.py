@@ -17,6 +17,7 @@ the reads of others. Only with one KV group: else vLLM takes no report about sin
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from kvtiers_vllm.stack.worker import NO_PLAN, LoadPart, PlannedRows
 
 __all__ = ["PipelinedLoads"]
 
+_log = logging.getLogger("kvtiers.vllm")
 _MOST = 2
 """Loads at the same time: the rows of the second come while the last ones of the first are copied."""
 
@@ -117,7 +119,20 @@ class PipelinedLoads:
             self._parts.append(LoadPart(load.load_id, rows, is_last=is_last))
         if is_last:
             del self._open[request]
-            request.load_failed |= load.done < len(load.keys)
+            if missing := len(load.keys) - load.done:
+                request.load_failed = True
+                self._note_late(load, missing)
+
+    def _note_late(self, load: _Load, missing: int) -> None:
+        with self._manager.lock:
+            self._manager.load_was_late()
+        _log.info(
+            "request %s: %d of %d chunks from tiers came too late or not at all, and are computed "
+            "(vLLM: 'Recovered from KV load failure')",
+            load.request.context.request_id,
+            missing,
+            len(load.keys),
+        )
 
     def _next_rows(self, load: _Load) -> PlannedRows | None:
         """Pin the leading rows that are ready; None: there are none."""
