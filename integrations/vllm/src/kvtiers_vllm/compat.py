@@ -29,6 +29,7 @@ from typing import Any
 
 from kvtiers.api import StartError
 from kvtiers_vllm.engine import CoreLink, Engine, being_built
+from kvtiers_vllm.start_problems import logged_first
 
 __all__ = [
     "CONNECTOR", "CORE", "check", "follow_core", "note_unwrapped", "refuse_unwrapped", "wrap_core", "wrap_engine_args",
@@ -156,15 +157,17 @@ def wrap_engine_args(
 ) -> None:
     """Call ``prepare`` with the arguments of each engine, and ``examine`` with the config made from them.
 
-    ``engine_args``: the class. What either raises stops the start, before a model is loaded.
+    ``engine_args``: the class. What either raises stops the start, before a model is loaded, and is logged first.
     """
     check(engine_args, _ENGINE_ARGS, version)
 
     def make(create: _Wrapper) -> _Wrapper:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            prepare(self)
+            with logged_first():
+                prepare(self)
             config = create(self, *args, **kwargs)
-            examine(config)
+            with logged_first():
+                examine(config)
             return config
 
         return create_engine_config

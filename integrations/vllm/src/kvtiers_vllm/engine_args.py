@@ -71,7 +71,7 @@ def examine_config(vllm_config: Any) -> None:
 
 
 def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | None] | None = None) -> None:
-    """Raise StartError, and log it in one line, if the primaries do not fit this machine.
+    """Raise StartError, one line, if the primaries do not fit this machine.
 
     That is the whole stack's, and vLLM's own with kvtiers' tiers below it. ``vllm_config``: vLLM's. Problems of the
     config are reported where it is read for use.
@@ -91,9 +91,7 @@ def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | N
     problem_with = problem_with or partial(memory_problem, option=option)
     if problem := problem_with(nbytes * engines):
         of = "" if engines == 1 else f", for {engines} engines on this machine"
-        text = f"{option}{of}: {problem}"
-        _log.error("kvtiers: %s", text)
-        raise StartError(text)
+        raise StartError(f"{option}{of}: {problem}")
 
 
 def _primary_of(extra: Mapping[str, Any]) -> tuple[str, int]:

@@ -171,12 +171,13 @@ def test_a_session_is_left_out_where_vllm_keeps_the_hash_of_a_token_that_it_disc
 
 
 @pytest.mark.parametrize(("version", "refused"), [("0.28.0", True), ("0.29.0", True), ("0.30.0", False)])
-def test_answers_are_refused_where_vllm_stores_a_token_of_them_that_it_has_not_computed(make, refused):
+def test_answers_are_refused_where_vllm_stores_a_token_of_them_that_it_has_not_computed(make, refused, caplog):
     spec = offloading_spec()
     spec.extra_config = {"offload_prompt_only": False}
     if refused:
         with pytest.raises(ConfigError, match="offload_prompt_only: false: vLLM 0"):
             make(spec)
+        assert caplog.text.count("kvtiers: offload_prompt_only: false") == 1, "before vLLM's traceback"
     else:
         make(spec)
 

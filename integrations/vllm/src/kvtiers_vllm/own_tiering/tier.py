@@ -26,6 +26,7 @@ from kvtiers_vllm.own_tiering.options import load_tier_options
 from kvtiers_vllm.own_tiering.tier_names import PREFIX, tier_names
 from kvtiers_vllm.releases import release_of
 from kvtiers_vllm.request_field import tenant_param
+from kvtiers_vllm.start_problems import logged_first
 
 if TYPE_CHECKING:
     from kvtiers.start_line import StartLine
@@ -59,6 +60,7 @@ class KvtiersTier(SecondaryTierManager):
 
     medium = Medium.STORAGE
 
+    @logged_first()
     def __init__(
         self,
         offloading_spec: Any,

@@ -25,6 +25,7 @@ from kvtiers_vllm.stack.figures import definitions
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, noted_tier_types
 from kvtiers_vllm.stack.plans import CopyReport
 from kvtiers_vllm.stack.worker import LoadPart
+from kvtiers_vllm.start_problems import logged_first
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -88,6 +89,7 @@ class StackMetrics(OffloadPromMetrics):
 class KvtiersConnector(OffloadingConnector):
     """vLLM's connector with kvtiers' manager and worker. Exceptions of vLLM's own methods pass unchanged."""
 
+    @logged_first()
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         require_whole_stack(vllm_version)
         refuse_unwrapped()
