@@ -21,6 +21,14 @@ def test_a_prior_stands_until_something_was_computed_and_no_longer():
     assert cost.seconds_per_token == pytest.approx(0.25 / 8192)
 
 
+def test_an_estimate_that_is_dearer_than_the_prior_is_the_prior_and_a_cheaper_one_is_not():
+    """Of an engine on a CPU: by a GPU's prior its first loads would be given up at once."""
+    dear, cheap = PrefillCost(prior=2e-6, estimate=7e-4), PrefillCost(prior=2e-6, estimate=1e-6)
+    assert (dear.seconds_per_token, dear.estimate) == (7e-4, 7e-4)
+    assert (cheap.seconds_per_token, cheap.estimate) == (2e-6, 1e-6)
+    assert PrefillCost(prior=2e-6).estimate == 2e-6
+
+
 def test_the_prior_is_an_engine_that_makes_a_gigabyte_of_kv_a_second():
     page = 16 * 4096  # of 16 tokens, in each of 32 tensors: Llama 3.1 8B in bfloat16
     tensors = tuple(KVTensor(f"t{number}", 0, page) for number in range(32))

@@ -25,7 +25,8 @@ high. The decision whether to load takes all tokens to cost the same.
 Before the first step a prior stands: an engine that makes so much KV a second. GPUs make 1 GB/s (a small one) to
 7 GB/s (an H100 with a model of 1 billion parameters; 4 GB/s with one of 8 billion: 128 KiB a token in 30 us). The prior
 is the low end: it takes computing to be dear, so that the first request that hits in a tier is loaded. An engine may
-give an ``estimate`` of its own, as vLLM's integration makes one of the model's operations and the GPU's peak.
+give an ``estimate`` of its own, as vLLM's integration makes one of the model's operations and the GPU's peak. Where it
+is dearer than the prior, as on a CPU, it is the prior.
 
 **Load rate** (``LoadRate``): seconds to a tier's first chunk, and seconds a chunk from then on.
 
@@ -85,7 +86,7 @@ class PrefillCost:
     """Observed on the engine's thread; ``seconds_per_token`` may be read on any. ``prior``: until a step was seen."""
 
     def __init__(self, prior: float = 0.0, estimate: float = 0.0) -> None:
-        self.seconds_per_token = prior
+        self.seconds_per_token = max(prior, estimate)
         self.estimate = estimate or prior
         self.is_measured = False
         self._steps: deque[_Step] = deque(maxlen=_POSITIONED_STEPS)

@@ -39,7 +39,7 @@ def test_kv_of_this_device_comes_back_and_what_orders_its_pages_is_in_the_finger
     decides = kv["digested"]["backend"]
     assert (decides["device"], decides["name"]) == (device, kv["device"])
     assert LAYERS * 2 <= kv["operations_per_token"] <= LAYERS * 2 + ATTENTION
-    assert (kv["prefill_seconds"] is None) == (device == "cpu"), "the peak of a GPU is known, of no processor"
+    assert kv["prefill_seconds"], "the peak of either is known"
     engine.shutdown()
 
     named = start(model, config, attention_config={"backend": kv["backend"]})

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvtiers_vllm.prefill_estimate import estimated_prefill_seconds, peak_operations
+from kvtiers_vllm.prefill_estimate import estimated_prefill_seconds, peak_of_cores, peak_operations
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_of_an_architecture_that_is_not_known_there_is_none():
 @pytest.fixture
 def gpu(monkeypatch):
     """Play a GPU to vLLM and NVML; its facts may be changed."""
-    facts = SimpleNamespace(is_divided=False, operations=16e9 * 8192)
+    facts = SimpleNamespace(is_divided=False, is_cpu=False, operations=16e9 * 8192)
 
     class NotSupportedError(Exception):
         pass
@@ -56,7 +56,9 @@ def gpu(monkeypatch):
         nvmlDeviceGetMaxClockInfo=lambda _gpu, _clock: 1980,
     )
     count = SimpleNamespace(get_num_flops=lambda _prompt: facts.operations)
-    platform = SimpleNamespace(is_cuda=lambda: True, device_id_to_physical_device_id=lambda index: index)
+    platform = SimpleNamespace(
+        is_cuda=lambda: True, is_cpu=lambda: facts.is_cpu, device_id_to_physical_device_id=lambda index: index
+    )
     perf = {
         "ExecutionContext": SimpleNamespace(from_single_request=lambda *_a, **_b: None),
         "ModelMetrics": lambda _c: count,
@@ -87,6 +89,31 @@ def test_of_a_part_of_a_gpu_or_a_model_that_vllm_cannot_count_there_is_no_estima
     assert estimated_prefill_seconds(SimpleNamespace()) is None
     gpu.operations, gpu.is_divided = 1e13, True
     assert estimated_prefill_seconds(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_bfloat16", "operations"),
+    [
+        ("flags\t\t: fpu avx avx2 sse2", True, 32),
+        ("flags\t\t: fpu avx2 avx512f", True, 64),
+        ("flags\t\t: fpu avx2 avx512f amx_bf16", True, 1024),
+        ("flags\t\t: fpu avx2 avx512f amx_bf16", False, 64),
+        ("Features\t: fp asimd", True, 16),
+        ("", True, 0),
+    ],
+)
+def test_the_peak_of_cores_is_that_of_their_widest_units_at_a_low_clock(flags, is_bfloat16, operations):
+    text = f"processor\t: 0\n{flags}\nbugs\t: avx512f\n"
+    assert peak_of_cores(text, 3, is_bfloat16=is_bfloat16) == 3 * operations * 2e9
+
+
+def test_an_engine_on_a_cpu_is_not_taken_for_a_gpu(gpu, monkeypatch):
+    """Else its first load would be given up after ``lookup_wait``, where computing takes seconds."""
+    gpu.is_cpu, gpu.operations = True, 1e9 * 8192
+    parallel, model = SimpleNamespace(tensor_parallel_size=1), SimpleNamespace(dtype="torch.float32")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = estimated_prefill_seconds(SimpleNamespace(parallel_config=parallel, model_config=model))
+    assert found is None or 1e9 / (0.4 * 128e9) <= found <= 1e9 / (0.4 * 32e9)
 
 
 def test_without_vllms_count_or_a_gpu_there_is_no_estimate():
