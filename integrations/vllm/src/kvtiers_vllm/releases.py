@@ -24,13 +24,15 @@ class Release:
     ``transfer_bytes``. ``whole_stack``: kvtiers' own manager and workers run under its connector, which the tests show
     with its engine.
 
-    Where a block is computed from other tokens, or from other media, than those that vLLM has hashed, its KV would be
-    stored under the identity of another block, which no seal can show:
+    Where vLLM offers a block whose KV is not that of the tokens and media in its hash, it would be stored under the
+    identity of another block, which no seal can show:
 
-    ``trims_session_hashes``: a streaming-input session that goes on drops the hashes of the tokens that it discards
-    (vLLM issues 49377 and 49449). ``leaves_last_token``: a request that has ended offers no block with its last sampled
-    token, whose KV is never computed (54193; only with ``offload_prompt_only: false``). ``hashes_all_media``: the hash
-    of a block that an answer has filled covers all images in it, and not the last one alone (51694; the same).
+    ``offloads_sessions``: a streaming-input session that goes on is no such case. Up to 0.31 the hash of a token that
+    it discards stays (vLLM issues 49377 and 49449); up to 0.32 the connector appends the session's whole block table to
+    the one that it has, with each input, and offers the KV of other blocks. ``leaves_last_token``: a request that has
+    ended offers no block with its last sampled token, whose KV is never computed (54193; only with
+    ``offload_prompt_only: false``). ``hashes_all_media``: the hash of a block that an answer has filled covers all
+    images in it, and not the last one alone (51694; the same).
 
     Issue 49125, a partial hash that returns to vLLM's own prefix cache, is no column: its block has the KV of those
     tokens, and kvtiers takes no hash from that cache.
@@ -42,7 +44,7 @@ class Release:
     random_seed: bool = False
     tags_salt: bool = True
     reports_bytes: bool = True
-    trims_session_hashes: bool = True
+    offloads_sessions: bool = True
     leaves_last_token: bool = True
     hashes_all_media: bool = True
     whole_stack: bool = False
@@ -53,19 +55,19 @@ class Release:
         """Return what stands for the layout of this very version in the fingerprint."""
         return f"vllm-{self.version}" if version in self.tested else f"vllm-{version}-untested"
 
-    def hashes_rightly(self, request: Any, *, prompt_only: bool) -> bool:
-        """Return whether the hashes of this request of vLLM's are those of the tokens and media of its blocks.
+    def offloads_rightly(self, request: Any, *, prompt_only: bool) -> bool:
+        """Return whether the blocks that vLLM offers of this request have the tokens and media that it has hashed.
 
         ``prompt_only``: blocks that an answer has filled are not stored.
         """
-        if not self.trims_session_hashes and getattr(request, "resumable", False):
+        if not self.offloads_sessions and getattr(request, "resumable", False):
             return False
         return prompt_only or self.hashes_all_media or len(getattr(request, "mm_features", None) or ()) < 2
 
     def require_computed(self, *, prompt_only: bool) -> None:
         """ConfigError, one line, if answers are to be stored where vLLM stores a token of them that it never computed.
 
-        ``prompt_only``: as for ``hashes_rightly``.
+        ``prompt_only``: as for ``offloads_rightly``.
         """
         if not (prompt_only or self.leaves_last_token):
             raise ConfigError(
@@ -84,7 +86,7 @@ RELEASES = {
             random_seed=True,
             tags_salt=False,
             reports_bytes=False,
-            trims_session_hashes=False,
+            offloads_sessions=False,
             leaves_last_token=False,
             hashes_all_media=False,
             tested=("0.28.0",),
@@ -95,7 +97,7 @@ RELEASES = {
             takes_detector=False,
             tags_salt=False,
             reports_bytes=False,
-            trims_session_hashes=False,
+            offloads_sessions=False,
             leaves_last_token=False,
             hashes_all_media=False,
         ),
@@ -104,13 +106,13 @@ RELEASES = {
             takes_detector=False,
             tags_salt=False,
             reports_bytes=False,
-            trims_session_hashes=False,
+            offloads_sessions=False,
             hashes_all_media=False,
             whole_stack=True,
             tested=("0.30.0",),
         ),
-        Release("0.31", trims_session_hashes=False, whole_stack=True, tested=("0.31.0",)),
-        Release("0.32", whole_stack=True, tested=("0.32.0",)),
+        Release("0.31", offloads_sessions=False, whole_stack=True, tested=("0.31.0",)),
+        Release("0.32", offloads_sessions=False, whole_stack=True, tested=("0.32.0",)),
         Release("0.33", whole_stack=True, tested=("0.33.0",)),
     )
 }

@@ -41,7 +41,7 @@ BY_ALL_ALONE = {"0.29.0", "0.31.0"}  # installed for make test-vllm-all
         for version, way in EVERY
     ],
 )
-def test_a_prompt_with_the_token_that_a_session_has_discarded_finds_nothing_of_what_came_in_its_place(
+def test_what_is_stored_of_a_session_is_the_kv_of_its_tokens_and_not_of_one_that_it_has_discarded(
     start, model, tmp_path, version, way
 ):
     release = version if version != "0.32.0" else ""  # that of the environment
@@ -56,7 +56,7 @@ def test_a_prompt_with_the_token_that_a_session_has_discarded_finds_nothing_of_w
     computed = [*FIRST, *answers[: ANSWER - 1], *SECOND, *answers[ANSWER:-1], *ENDING]
     found, cached = engine.generate(computed, tokens=24)
     of_the_session = len(FIRST + SECOND) // BLOCK * BLOCK
-    assert cached == [of_the_session if release_of(version).trims_session_hashes else BLOCK], "the prompt above has one"
+    assert cached == [of_the_session if release_of(version).offloads_sessions else BLOCK], "the prompt above has one"
     engine.forget()
     assert engine.generate(computed, tokens=24, salt="computed")[0] == found
     engine.shutdown()

@@ -39,13 +39,13 @@ def request(resumable=False, media=0):
 
 
 @pytest.mark.parametrize("prompt_only", [True, False])
-def test_a_session_is_trusted_where_vllm_drops_the_hashes_of_what_it_discards(prompt_only):
+def test_a_session_is_trusted_where_vllm_offers_the_blocks_of_it_that_it_has_hashed(prompt_only):
     trusted = [
         version
         for version, release in RELEASES.items()
-        if release.hashes_rightly(request(resumable=True), prompt_only=prompt_only)
+        if release.offloads_rightly(request(resumable=True), prompt_only=prompt_only)
     ]
-    assert trusted == ["0.32", "0.33"]
+    assert trusted == ["0.33"]
 
 
 def test_an_answer_behind_several_images_is_trusted_where_its_blocks_are_hashed_with_all_of_them():
@@ -53,12 +53,12 @@ def test_an_answer_behind_several_images_is_trusted_where_its_blocks_are_hashed_
         return [
             version
             for version, release in RELEASES.items()
-            if release.hashes_rightly(request(media=media), prompt_only=prompt_only)
+            if release.offloads_rightly(request(media=media), prompt_only=prompt_only)
         ]
 
     assert trusted(2, prompt_only=False) == ["0.31", "0.32", "0.33"]
     assert trusted(1, prompt_only=False) == trusted(2, prompt_only=True) == list(RELEASES)
-    assert RELEASES["0.28"].hashes_rightly(SimpleNamespace(mm_features=None), prompt_only=False)
+    assert RELEASES["0.28"].offloads_rightly(SimpleNamespace(mm_features=None), prompt_only=False)
 
 
 def test_answers_are_not_offloaded_where_vllm_stores_a_token_of_them_that_it_has_not_computed():
@@ -91,7 +91,7 @@ def test_the_table_in_the_docs_says_what_is_known_of_each_release():
             list(release.tested),
             release.random_seed,
             release.tags_salt,
-            release.trims_session_hashes,
+            release.offloads_sessions,
             release.leaves_last_token,
         )
         for version, release in RELEASES.items()

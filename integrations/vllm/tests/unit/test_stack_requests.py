@@ -483,9 +483,11 @@ def test_a_key_that_vllm_has_kept_of_a_token_that_it_discarded_takes_the_request
     assert request.keys is None
 
 
-def test_a_request_whose_hashes_are_not_right_in_this_release_has_no_keys_and_is_not_asked_ahead(versions, digests):
+def test_a_request_of_which_this_release_offers_other_blocks_has_no_keys_and_is_not_asked_ahead(versions, digests):
     weights = Weights("commit-1", versions, versions.resets)
-    book = RequestBook(GROUPS, weights, digests, lookup_wait=0.02, hashes_rightly=lambda request: not request.resumable)
+    book = RequestBook(
+        GROUPS, weights, digests, lookup_wait=0.02, offloads_rightly=lambda request: not request.resumable
+    )
     session, plain = prepared("session", resumable=True), prepared("plain")
     assert [list(book.prefixes(shown)) for shown in (session, plain)] == [[], [[KEY]]]
     for shown in (session, plain):

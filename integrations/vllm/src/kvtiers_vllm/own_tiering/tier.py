@@ -126,7 +126,7 @@ class KvtiersTier(SecondaryTierManager):
     def _arrived(self, request: Any) -> None:
         """Probe for a request before vLLM looks it up; if its keys may be another's, exclude it. On any thread."""
         self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
-        is_right = _RELEASE.hashes_rightly(request, prompt_only=self._prompt_only)
+        is_right = _RELEASE.offloads_rightly(request, prompt_only=self._prompt_only)
         if not is_right or (request.cache_salt and not _RELEASE.tags_salt):
             self._driver.leave_out(request.request_id, request)
             return

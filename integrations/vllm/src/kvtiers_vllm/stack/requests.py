@@ -1,9 +1,9 @@
 """The open requests of vLLM, and the identity of their KV: the mapping from vLLM's keys to kvtiers'.
 
 A request without ``keys`` uses no tiers, since the identity of its KV is uncertain. That is permanent
-if vLLM has not shown it, has given a block of it another hash than before, or does not hash it rightly in this release
-(``releases.py``), if its adapter's files cannot be read or have changed, or if part of it was computed with other
-weights, also if vLLM has that part in its own prefix cache. It is temporary while its adapter's files are being
+if vLLM has not shown it, has given a block of it another hash than before, or offers other blocks of it than it has
+hashed (``releases.py``), if its adapter's files cannot be read or have changed, or if part of it was computed with
+other weights, also if vLLM has that part in its own prefix cache. It is temporary while its adapter's files are being
 examined: vLLM defers it, no longer than ``lookup_wait``.
 """
 
@@ -117,7 +117,8 @@ class RequestBook:
     """The open requests. ``groups``: how keys come about. ``lookup_wait``: seconds for an answer, once a request.
 
     ``tenants``: who a request's tenant is; one whose tenant may use no tier is out. The caller ends ``digests``.
-    ``hashes_rightly``: whether the hashes of a request are those of its blocks in this release of vLLM; else it is out.
+    ``offloads_rightly``: whether this release of vLLM offers the blocks of a request that it has hashed; else it is
+    out.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class RequestBook:
         lookup_wait: float,
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
-        hashes_rightly: Callable[[Any], bool] = lambda _request: True,
+        offloads_rightly: Callable[[Any], bool] = lambda _request: True,
     ) -> None:
-        self._hashes_rightly = hashes_rightly
+        self._offloads_rightly = offloads_rightly
         self._tenants = tenants or Tenants("", is_on=False)
         self.groups = len(groups)
         """KV groups of the model."""
@@ -169,7 +170,7 @@ class RequestBook:
             params = {**params, TENANT_FIELD: tenant}
         context, maker = RequestContext(request_id, params, _traceparent(shown)), self._maker_of(shown, tenant or "")
         request = OpenRequest(context, maker, out=shown is None or tenant is None)
-        request.out |= shown is not None and not self._hashes_rightly(shown)
+        request.out |= shown is not None and not self._offloads_rightly(shown)
         ahead = self._ahead.pop(request_id, None)
         if ahead is not None and ahead[0] is shown:
             request.use(ahead[1])
@@ -182,7 +183,7 @@ class RequestBook:
 
     def prefixes(self, shown: Any) -> Iterator[Sequence[OffloadKey]]:
         """Yield the keys by which a request of vLLM's will be looked up, if nothing has to be found out first."""
-        if shown.lora_request is None and self._hashes_rightly(shown):
+        if shown.lora_request is None and self._offloads_rightly(shown):
             try:
                 named = tenant_param(getattr(shown, "kv_transfer_params", None))
                 tenant = self._tenants.named(named, _salt_of(shown))

@@ -157,7 +157,9 @@ class KvtiersOffloadingSpec(OffloadingSpec):
                 digests,
                 self._config.lookup_wait,
                 tenants=manager.tenants,
-                hashes_rightly=partial(release_of(vllm_version).hashes_rightly, prompt_only=self.offload_prompt_only),
+                offloads_rightly=partial(
+                    release_of(vllm_version).offloads_rightly, prompt_only=self.offload_prompt_only
+                ),
             ),
             layout.world_size,
             steps,
