@@ -88,6 +88,19 @@ def test_a_value_goes_down_and_comes_back_in_a_tier_host_or_with_one_line_in_thi
     assert (after.st_ino, after.st_size, after.st_nlink) == (before.st_ino, before.st_size, 1)
 
 
+@pytest.mark.parametrize("estimate", [None, 7e-4])
+def test_until_something_was_computed_the_dearer_of_prior_and_estimate_stands(file, monkeypatch, estimate):
+    monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some CPU"})
+    monkeypatch.setattr("kvtiers_vllm.own_tiering.build.estimated_prefill_seconds", lambda _config: estimate)
+    config, settings = load_tier_options("kvtiers-memory", {"capacity": "1MiB"}, {"kvtiers": {"weights": "v1"}})
+    with file.open("r+b") as behind, mmap.mmap(behind.fileno(), ROW * ROWS) as rows:
+        with memoryview(rows).cast("B", (ROWS, ROW)) as view:
+            driver = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0").driver
+            found = driver._prompts.cost.seconds_per_token
+            driver.close(10.0)
+    assert found == 7e-4 if estimate else 0 < found < 7e-4
+
+
 def test_a_tier_that_cannot_have_a_thread_leaves_nothing_behind(memory, monkeypatch):
     """Once for each thread that the engine's starts: it is refused, those before it are not."""
     started, refused, start, engines = 0, 0, threading.Thread.start, threading.current_thread()

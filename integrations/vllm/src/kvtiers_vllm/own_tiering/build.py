@@ -46,6 +46,7 @@ from kvtiers_vllm.own_tiering.options import TierSettings
 from kvtiers_vllm.own_tiering.region import address_of, open_mapped_file
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
+from kvtiers_vllm.prefill_estimate import estimated_prefill_seconds
 from kvtiers_vllm.weights import is_random
 
 __all__ = ["OffTier", "OpenedTier", "begin_start_line", "open_tier"]
@@ -145,7 +146,7 @@ def _driver_of(
         is_idle=core.is_idle if engine.is_alone else lambda: False,
         is_ending=core.is_ending,
         drain=settings.drain,
-        prior=prior_seconds_per_token(layout),
+        prior=max(prior_seconds_per_token(layout), estimated_prefill_seconds(engine.vllm_config) or 0.0),
     )
 
 
