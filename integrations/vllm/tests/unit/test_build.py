@@ -93,11 +93,14 @@ def test_until_something_was_computed_the_dearer_of_prior_and_estimate_stands(fi
     monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some CPU"})
     monkeypatch.setattr("kvtiers_vllm.own_tiering.build.estimated_prefill_seconds", lambda _config: estimate)
     config, settings = load_tier_options("kvtiers-memory", {"capacity": "1MiB"}, {"kvtiers": {"weights": "v1"}})
-    with file.open("r+b") as behind, mmap.mmap(behind.fileno(), ROW * ROWS) as rows:
-        with memoryview(rows).cast("B", (ROWS, ROW)) as view:
-            driver = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0").driver
-            found = driver._prompts.cost.seconds_per_token
-            driver.close(10.0)
+    with (
+        file.open("r+b") as behind,
+        mmap.mmap(behind.fileno(), ROW * ROWS) as rows,
+        memoryview(rows).cast("B", (ROWS, ROW)) as view,
+    ):
+        driver = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0").driver
+        found = driver._prompts.cost.seconds_per_token
+        driver.close(10.0)
     assert found == 7e-4 if estimate else 0 < found < 7e-4
 
 
