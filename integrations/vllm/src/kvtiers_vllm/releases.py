@@ -27,10 +27,11 @@ class Release:
     Where vLLM offers a block whose KV is not that of the tokens and media in its hash, it would be stored under the
     identity of another block, which no seal can show:
 
-    ``offloads_sessions``: a streaming-input session that goes on is no such case. Up to 0.31 the hash of a token that
-    it discards stays (vLLM issues 49377 and 49449); up to 0.32 the connector appends the session's whole block table to
-    the one that it has, with each input, and offers the KV of other blocks. ``leaves_last_token``: a request that has
-    ended offers no block with its last sampled token, whose KV is never computed (54193; only with
+    ``trims_session_hashes``: a streaming-input session that goes on drops the hashes of the tokens that it discards
+    (vLLM issues 49377 and 49449). Else also vLLM's own prefix cache has other KV under such a hash, and offers it for
+    any request that hits there. ``offloads_sessions``: besides, the connector does not append the session's whole block
+    table to the one that it has, with each input, and so offer the KV of other blocks. ``leaves_last_token``: a request
+    that has ended offers no block with its last sampled token, whose KV is never computed (54193; only with
     ``offload_prompt_only: false``). ``hashes_all_media``: the hash of a block that an answer has filled covers all
     images in it, and not the last one alone (51694; the same).
 
@@ -44,6 +45,7 @@ class Release:
     random_seed: bool = False
     tags_salt: bool = True
     reports_bytes: bool = True
+    trims_session_hashes: bool = True
     offloads_sessions: bool = True
     leaves_last_token: bool = True
     hashes_all_media: bool = True
@@ -63,6 +65,10 @@ class Release:
         if not self.offloads_sessions and getattr(request, "resumable", False):
             return False
         return prompt_only or self.hashes_all_media or len(getattr(request, "mm_features", None) or ()) < 2
+
+    def spoils_cache(self, request: Any) -> bool:
+        """Return whether vLLM's own prefix cache may have other KV than that of its hashes from this request on."""
+        return not self.trims_session_hashes and bool(getattr(request, "resumable", False))
 
     def require_computed(self, *, prompt_only: bool) -> None:
         """ConfigError, one line, if answers are to be stored where vLLM stores a token of them that it never computed.
@@ -86,6 +92,7 @@ RELEASES = {
             random_seed=True,
             tags_salt=False,
             reports_bytes=False,
+            trims_session_hashes=False,
             offloads_sessions=False,
             leaves_last_token=False,
             hashes_all_media=False,
@@ -97,6 +104,7 @@ RELEASES = {
             takes_detector=False,
             tags_salt=False,
             reports_bytes=False,
+            trims_session_hashes=False,
             offloads_sessions=False,
             leaves_last_token=False,
             hashes_all_media=False,
@@ -106,12 +114,19 @@ RELEASES = {
             takes_detector=False,
             tags_salt=False,
             reports_bytes=False,
+            trims_session_hashes=False,
             offloads_sessions=False,
             hashes_all_media=False,
             whole_stack=True,
             tested=("0.30.0",),
         ),
-        Release("0.31", offloads_sessions=False, whole_stack=True, tested=("0.31.0",)),
+        Release(
+            "0.31",
+            trims_session_hashes=False,
+            offloads_sessions=False,
+            whole_stack=True,
+            tested=("0.31.0",),
+        ),
         Release("0.32", offloads_sessions=False, whole_stack=True, tested=("0.32.0",)),
         Release("0.33", whole_stack=True, tested=("0.33.0",)),
     )

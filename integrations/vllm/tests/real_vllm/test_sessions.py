@@ -44,19 +44,21 @@ BY_ALL_ALONE = {"0.29.0", "0.31.0"}  # installed for make test-vllm-all
 def test_what_is_stored_of_a_session_is_the_kv_of_its_tokens_and_not_of_one_that_it_has_discarded(
     start, model, tmp_path, version, way
 ):
-    release = version if version != "0.32.0" else ""  # that of the environment
-    engine = start(model, way(fs(tmp_path / "store")), release=release, env={"PYTHONHASHSEED": "0"})
+    other = version if version != "0.32.0" else ""  # than the environment's own
+    engine = start(model, way(fs(tmp_path / "store")), release=other, env={"PYTHONHASHSEED": "0"})
     answers = engine.do("session", inputs=[FIRST, SECOND], tokens=ANSWER)["tokens"]
-    engine.forget()
     prompt = FIRST + answers[:ANSWER] + ENDING
+    engine.generate(prompt)  # up to 0.31 its second block is wrong in vLLM's own prefix cache, and offered again
+    engine.forget()
     right, cached = engine.generate(prompt, tokens=24, salt="computed")
     assert cached == [0]
     assert engine.generate(prompt, tokens=24)[0] == right
     engine.forget()
     computed = [*FIRST, *answers[: ANSWER - 1], *SECOND, *answers[ANSWER:-1], *ENDING]
     found, cached = engine.generate(computed, tokens=24)
-    of_the_session = len(FIRST + SECOND) // BLOCK * BLOCK
-    assert cached == [of_the_session if release_of(version).offloads_sessions else BLOCK], "the prompt above has one"
+    release = release_of(version)
+    common = BLOCK if way is whole_stack or release.trims_session_hashes else 0  # with the prompt above
+    assert cached == [len(FIRST + SECOND) // BLOCK * BLOCK if release.offloads_sessions else common]
     engine.forget()
     assert engine.generate(computed, tokens=24, salt="computed")[0] == found
     engine.shutdown()

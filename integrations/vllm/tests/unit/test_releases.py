@@ -48,6 +48,12 @@ def test_a_session_is_trusted_where_vllm_offers_the_blocks_of_it_that_it_has_has
     assert trusted == ["0.33"]
 
 
+def test_vllms_own_cache_is_spoiled_by_sessions_where_their_hashes_are_not_trimmed():
+    spoiled = [version for version, release in RELEASES.items() if release.spoils_cache(request(resumable=True))]
+    assert spoiled == ["0.28", "0.29", "0.30", "0.31"]
+    assert not any(release.spoils_cache(request()) for release in RELEASES.values())
+
+
 def test_an_answer_behind_several_images_is_trusted_where_its_blocks_are_hashed_with_all_of_them():
     def trusted(media, *, prompt_only):
         return [

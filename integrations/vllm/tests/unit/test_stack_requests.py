@@ -497,6 +497,34 @@ def test_a_request_of_which_this_release_offers_other_blocks_has_no_keys_and_is_
     assert book.open("session", None).keys is None
 
 
+def test_what_a_session_may_have_left_in_vllms_own_cache_is_stored_for_no_other_request(versions, digests, caplog):
+    """vLLM up to 0.31 offers a block that another request finds in its own prefix cache, whatever KV it has."""
+    weights = Weights("commit-1", versions, versions.resets)
+    book = RequestBook(GROUPS, weights, digests, lookup_wait=0.02, spoils_cache=lambda request: request.resumable)
+
+    def opens(request_id, *, resumable=False, local=True):
+        book.show(prepared(request_id, resumable=resumable))
+        request = book.open(request_id, None)
+        if local:
+            book.has_local_prefix(request_id)
+        return request.keys is not None
+
+    assert opens("before")
+    opens("session", resumable=True, local=False)
+    assert not opens("after")
+    assert opens("computes all of it", local=False)
+    opens("another session", resumable=True, local=False)
+    assert len([line for line in caplog.messages if "reset_prefix_cache" in line]) == 1
+    book.close("another session")
+    versions.emptied += 1
+    book.new_weights()
+    assert not opens("while the session goes on")
+    book.close("session")
+    versions.emptied += 1
+    book.new_weights()
+    assert opens("after a reset")
+
+
 def test_nothing_is_asked_ahead_for_a_request_whose_adapter_is_to_be_looked_at_first(book, tmp_path):
     request = SimpleNamespace(request_id="one", block_hashes=[HASH], lora_request=adapter(tmp_path), cache_salt=None)
     assert not list(book.prefixes(request))

@@ -170,6 +170,29 @@ def test_a_session_is_left_out_where_vllm_offers_other_blocks_of_it_than_it_has_
     assert tier._driver.left_out_requests == left_out
 
 
+@pytest.mark.parametrize(
+    ("version", "stores"),
+    [("0.30.0", False), ("0.31.0", False), ("0.32.0", True), ("0.33.0", True)],
+)
+def test_nothing_is_stored_once_a_session_may_have_left_other_kv_in_vllms_own_cache(
+    tier, config, stores, monkeypatch, caplog
+):
+    from vllm.v1.engine.core import EngineCore
+
+    given = []
+    monkeypatch.setattr(tier._driver, "submit", lambda job_id, *_job, **_more: given.append(job_id))
+    for request_id in ("a", "b"):
+        request = Request(request_id=request_id, cache_salt=None, block_hashes=[], resumable=request_id == "b")
+        tier.submit_store(job(job_id=len(given)))
+        EngineCore(config).preprocess_add_request(request)
+        EngineCore(config).preprocess_add_request(request)
+    tier.submit_store(job(job_id=7))
+    tier.submit_load(job(job_id=8))
+    assert given == [0, 1, 7, 8] if stores else [0, 1, 8]
+    assert ended(tier) == ([] if stores else [(7, True)])
+    assert caplog.text.count("this engine stores nothing more") == (not stores)
+
+
 @pytest.mark.parametrize(("version", "refused"), [("0.28.0", True), ("0.29.0", True), ("0.30.0", False)])
 def test_answers_are_refused_where_vllm_stores_a_token_of_them_that_it_has_not_computed(make, refused, caplog):
     spec = offloading_spec()

@@ -4,6 +4,7 @@ vLLM defines the methods and their arguments; this module only translates. Nothi
 step: an exception is logged and counted, and the call returns a safe answer: a chunk is a miss, a job has failed.
 """
 
+import logging
 import threading
 import weakref
 from collections.abc import Collection, Iterable
@@ -47,6 +48,8 @@ except ImportError:
 
 __all__ = ["KvtiersTier"]
 
+_log = logging.getLogger("kvtiers.vllm")
+
 _RELEASE = release_of(vllm_version)
 _ANSWERS = {Answer.MISS: LookupResult.MISS, Answer.HIT: LookupResult.HIT, Answer.RETRY: LookupResult.RETRY}
 
@@ -82,6 +85,7 @@ class KvtiersTier(SecondaryTierManager):
             opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, core, vllm_version)
         self._driver = opened.driver
         self._tenants = settings.tenant_rule()
+        self._stores_nothing = False
         self._core = core  # compat keeps no other reference to it
         core.request_arrived.append(self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats, types=(tier_type.removeprefix(PREFIX),))
@@ -127,12 +131,24 @@ class KvtiersTier(SecondaryTierManager):
         """Probe for a request before vLLM looks it up; if its keys may be another's, exclude it. On any thread."""
         self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
         is_right = _RELEASE.offloads_rightly(request, prompt_only=self._prompt_only)
+        if _RELEASE.spoils_cache(request):
+            self._stop_storing()
         if not is_right or (request.cache_salt and not _RELEASE.tags_salt):
             self._driver.leave_out(request.request_id, request)
             return
         tenant = self._tenant_of(request)
         for keys in prefix_keys(self._offloading, request) if tenant is not None else ():
             self._driver.ask_ahead([with_tenant(key, tenant) for key in keys] if tenant else keys)
+
+    def _stop_storing(self) -> None:
+        """Store nothing from now on: a tier does not see which blocks come from vLLM's own prefix cache."""
+        if not self._stores_nothing:
+            self._stores_nothing = True
+            _log.warning(
+                "%s: a session with streaming input has come, of which this release of vLLM may keep KV under the hash "
+                "of other tokens: this engine stores nothing more; vLLM 0.32 and later ones do not keep it",
+                self.opened.name,
+            )
 
     def _tenant_of(self, named: Any) -> str | None:
         """Return the tenant of a request, by vLLM's context of it or by the request itself; None: it may use no tier.
@@ -161,7 +177,7 @@ class KvtiersTier(SecondaryTierManager):
             context = job.req_context
             ends = getattr(context, "get_offload_key_position", lambda _key: None)  # not in every release
             tenant = self._tenant_of(context)
-            if tenant is None and not is_promotion:
+            if (tenant is None or self._stores_nothing) and not is_promotion:
                 self._driver.skip(job.job_id)
                 return
             if tenant:

@@ -118,7 +118,7 @@ class RequestBook:
 
     ``tenants``: who a request's tenant is; one whose tenant may use no tier is out. The caller ends ``digests``.
     ``offloads_rightly``: whether this release of vLLM offers the blocks of a request that it has hashed; else it is
-    out.
+    out. ``spoils_cache``: whether vLLM's own prefix cache is not to be trusted from this request on.
     """
 
     def __init__(
@@ -130,7 +130,10 @@ class RequestBook:
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
         offloads_rightly: Callable[[Any], bool] = lambda _request: True,
+        spoils_cache: Callable[[Any], bool] = lambda _request: False,
     ) -> None:
+        self._spoils_cache = spoils_cache
+        self._cache_is_spoiled = False
         self._offloads_rightly = offloads_rightly
         self._tenants = tenants or Tenants("", is_on=False)
         self.groups = len(groups)
@@ -171,6 +174,8 @@ class RequestBook:
         context, maker = RequestContext(request_id, params, _traceparent(shown)), self._maker_of(shown, tenant or "")
         request = OpenRequest(context, maker, out=shown is None or tenant is None)
         request.out |= shown is not None and not self._offloads_rightly(shown)
+        if shown is not None and self._spoils_cache(shown):
+            self._spoil_cache()
         ahead = self._ahead.pop(request_id, None)
         if ahead is not None and ahead[0] is shown:
             request.use(ahead[1])
@@ -219,7 +224,16 @@ class RequestBook:
         request = self._open.get(request_id)
         if request is not None:
             request.has_local_prefix = True
-            request.out |= self._cache_is_old
+            request.out |= self._cache_is_old or self._cache_is_spoiled
+
+    def _spoil_cache(self) -> None:
+        if not self._cache_is_spoiled:
+            self._cache_is_spoiled = True
+            _log.warning(
+                "a session with streaming input has come, of which this release of vLLM may keep KV under the hash of "
+                "other tokens: it uses no tier, and until vLLM's own prefix cache is reset (reset_prefix_cache) nor do "
+                "requests that find a part of their prompt there; vLLM 0.32 and later ones do not keep it"
+            )
 
     def computes(self) -> None:
         """Record that vLLM computes or loads something, with the weights that ``new_weights`` has seen."""
@@ -253,6 +267,7 @@ class RequestBook:
         if (resets := self._weights.resets()) != self._resets:
             self._resets = resets
             self._has_computed = self._cache_is_old = False
+            self._cache_is_spoiled = any(self._spoils_cache(request.shown) for request in self._open.values())
         version = self._weights.version()
         if version == self._version:
             return None

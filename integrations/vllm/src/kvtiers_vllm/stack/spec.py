@@ -142,7 +142,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         manager.commands.wake = core.wake
         control = ControlSocket(EngineActions(manager, layout.model.name).actions())
         status = open_stack_status(facts, troubles, engine, self._config.namespace, manager.fingerprint, control)
-        digests = AdapterDigests()
+        digests, release = AdapterDigests(), release_of(vllm_version)
         core.adapter_loads.append(digests.digest_before_loading)
 
         def close() -> None:
@@ -157,9 +157,8 @@ class KvtiersOffloadingSpec(OffloadingSpec):
                 digests,
                 self._config.lookup_wait,
                 tenants=manager.tenants,
-                offloads_rightly=partial(
-                    release_of(vllm_version).offloads_rightly, prompt_only=self.offload_prompt_only
-                ),
+                offloads_rightly=partial(release.offloads_rightly, prompt_only=self.offload_prompt_only),
+                spoils_cache=release.spoils_cache,
             ),
             layout.world_size,
             steps,
