@@ -373,7 +373,7 @@ def test_another_user_s_answer_is_added_to_no_engine_of_ours(fake, monkeypatch):
         ({"seal_failures": 2}, "2 values came back damaged"),
         ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
         ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
-        ({"left_out_requests": 3}, "nothing for requests with a cache_salt in this release of vLLM: 3 came so far"),
+        ({"left_out_requests": 3}, "nothing for salted requests and for sessions in this release of vLLM: 3 came"),
         ({"left_out_requests": 3, "stored_chunks": 1000}, "no prompt that it holds has come again"),
         ({"stored_chunks": 1000}, "no prompt that it holds has come again"),
         ({}, "nothing can be said yet"),

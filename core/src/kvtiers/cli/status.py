@@ -186,7 +186,7 @@ def verdict(tier: Mapping[str, Any]) -> str:
         ),
         (
             left_out and not tier["stored_chunks"],
-            f"it does nothing for requests with a cache_salt in this release of vLLM: {left_out:.0f} came so far",
+            f"it does nothing for salted requests and for sessions in this release of vLLM: {left_out:.0f} came so far",
         ),
         (
             tier["stored_chunks"] >= _FEW_CHUNKS,

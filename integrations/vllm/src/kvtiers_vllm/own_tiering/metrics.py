@@ -49,7 +49,7 @@ COUNTERS = {
         "errors", "retries", "breaker_opened", "host_starts",
     ),
     "kvtiers_tier_loaded_tokens": "Tokens whose KV the loaded chunks hold.",
-    "kvtiers_tier_left_out_requests": "Requests that used no tier, for their salt or their tenant.",
+    "kvtiers_tier_left_out_requests": "Requests that used no tier, for their salt or their tenant or as sessions.",
 }  # fmt: skip
 GAUGES = {
     **described(
