@@ -168,6 +168,8 @@ def test_a_session_is_left_out_where_vllm_offers_other_blocks_of_it_than_it_has_
     del first
     assert tier.lookup(KEY, request).name == ("MISS" if left_out else "HIT")
     assert tier._driver.left_out_requests == left_out
+    tier.on_request_finished(request)
+    assert not tier._driver._prompts._expected, "nothing is kept of a session that has ended"
 
 
 @pytest.mark.parametrize(

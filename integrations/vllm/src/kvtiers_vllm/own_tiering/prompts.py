@@ -11,7 +11,7 @@ not stop loads for others. A tier whose loads in flight all fail to land does: i
 the time of that silence, also where ``load_wait`` was given.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +69,7 @@ class Prompts:
         self._load_wait = load_wait
         self._clock = clock
         self._gpu = GpuQueue(cost, clock)
-        self._expected: dict[str, int] = {}
+        self._expected: OrderedDict[str, int] = OrderedDict()
         self._step = 0
         self._promised = 0
 
@@ -79,11 +79,15 @@ class Prompts:
         """Record the prompt length of a request that arrives. Any thread."""
         self._expected[request_id] = tokens
         if len(self._expected) > _MOST_EXPECTED:
-            self._expected.pop(next(iter(self._expected)), None)
+            self._expected.popitem(last=False)
 
     def new(self, request_id: str) -> Prompt:
         """Return the prompt of a request, which may have been expected."""
         return Prompt(self._expected.pop(request_id, 0))
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that is over: vLLM prepares each further input of a session, and announces none."""
+        self._expected.pop(request_id, None)
 
     def came(self, prompt: Prompt) -> None:
         """Record that a request has arrived, and waits for its turn."""

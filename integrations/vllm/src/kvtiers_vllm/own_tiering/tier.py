@@ -129,12 +129,14 @@ class KvtiersTier(SecondaryTierManager):
     @never_raises(lambda: None)
     def _arrived(self, request: Any) -> None:
         """Probe for a request before vLLM looks it up; if its keys may be another's, exclude it. On any thread."""
-        self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
-        is_right = _RELEASE.offloads_rightly(request, prompt_only=self._prompt_only)
         if _RELEASE.spoils_cache(request):
             self._stop_storing()
-        if not is_right or (request.cache_salt and not _RELEASE.tags_salt):
+        is_right = _RELEASE.offloads_rightly(request, prompt_only=self._prompt_only)
+        is_out = not is_right or (request.cache_salt and not _RELEASE.tags_salt)
+        if is_out:
             self._driver.leave_out(request.request_id, request)
+        self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
+        if is_out:
             return
         tenant = self._tenant_of(request)
         for keys in prefix_keys(self._offloading, request) if tenant is not None else ():

@@ -130,6 +130,7 @@ class TierDriver:
         if (request := self._requests.pop(request_id, None)) is not None:
             self._prompts.taken_up(request.prompt)
         self._to_leave_out.pop(request_id, None)
+        self._prompts.forget(request_id)
         self._prefill.finished(request_id)
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
