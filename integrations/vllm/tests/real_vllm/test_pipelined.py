@@ -99,6 +99,10 @@ def test_what_has_not_come_in_time_is_computed_after_what_has(start, model, stor
     figures = engine.metrics()
     assert 0 < figures["kvtiers_wait_expired"] < WHOLE[0] // BLOCK
     assert figures.get("kvtiers_failed_gpu_loads", 0) == 0, "a copy that has begun is ended"
+    assert figures["kvtiers_late_loads"] == 1
+    assert len(engine.lines("Recovered from KV load failure: 1 request(s)")) == 1
+    (line,) = engine.lines("came too late or not at all")
+    assert f"of {WHOLE[0] // BLOCK} chunks from tiers" in line
     engine.forget()
     right(engine, FIRST)
     engine.shutdown()
