@@ -10,7 +10,8 @@ a store waits until the bucket is out of debt. A call that moves no value, as a 
 alone: behind the bytes of loads, one request's loads would hold up the answer to another one.
 
 The names that a store holds are remembered, so that N replicas do not write the same system prompt N times. What its
-plugin does wrong is logged, once for each method, and once that it has no room.
+plugin does wrong is logged, once for each method; that it has no room, once; and the first failure of each method by
+each type of exception. All others are counted alone.
 """
 
 import logging
@@ -19,9 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import TypeVar
 
-from kvtiers._failures import error_message, error_text
+from kvtiers._failures import error_message, error_text, plugin_boundary
 from kvtiers.api import (
     ChunkStore,
     RateLimit,
@@ -325,7 +327,7 @@ class KnownNames:
 
 
 class StoreLog:
-    """Log lines about one store, each of them once: that it has no room, and how its plugin breaks the contract.
+    """Log lines about one store, each of them once: no room, a breach of the contract, the first of each failure.
 
     ``label``: the tier's name in them.
     """
@@ -333,7 +335,15 @@ class StoreLog:
     def __init__(self, label: str) -> None:
         self._label = label
         self._logged_methods: set[str] = set()
+        self._logged_failures: set[tuple[str, str]] = set()
         self._was_full = False
+
+    def watched(self, method: str, *, ends: bool = True) -> "_WatchedCall":
+        """Return the boundary for a call of this method of the store, which logs what the call raises.
+
+        ``ends``: it goes no further; False: it is for the caller.
+        """
+        return _WatchedCall(self, method, ends=ends)
 
     def log_breach(self, error: StoreContractError) -> None:
         """Log a breach of the contract, once for each method of the store."""
@@ -342,6 +352,13 @@ class StoreLog:
             # Its text: a handler that keeps the record would keep the error's traceback, and so the store's views.
             _log.error("%s: a bug of the tier's plugin: %s", self._label, str(error), extra={"once": True})
 
+    def log_failure(self, method: str, error: BaseException) -> None:
+        """Log what a method of the store has raised, once for each method and type of exception."""
+        if (kind := (method, type(error).__name__)) not in self._logged_failures:
+            self._logged_failures.add(kind)
+            text = "%s: its store's %s failed: %s; further failures of this kind are counted (errors), not logged"
+            _log.warning(text, self._label, method, error_text(error), extra={"once": True})
+
     def log_full(self, nbytes: int, reason: str) -> None:
         """Log that the store has no room for a value of this length: for now, or at all. ``reason``: what it says."""
         if not self._was_full:
@@ -349,3 +366,28 @@ class StoreLog:
             why = reason or "write_many returned False for it"
             text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
             _log.warning(text, self._label, nbytes, why, extra={"once": True})
+
+
+class _WatchedCall(plugin_boundary):
+    """A plugin boundary around one call of a store: what ends it is logged, once for each method and type."""
+
+    __slots__ = ("_ends", "_log", "_method")
+
+    def __init__(self, log: StoreLog, method: str, *, ends: bool) -> None:
+        super().__init__(exits=True)  # sys.exit() in a store fails its call, not the thread
+        self._log, self._method, self._ends = log, method, ends
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is None:
+            return False
+        if isinstance(error, StoreContractError):
+            self._log.log_breach(error)
+            self.error = str(error)
+        elif isinstance(error, NoTimeLeft):
+            self.error = str(error)
+        else:
+            self._log.log_failure(self._method, error)
+            self.error = error_text(error)
+        return self._ends

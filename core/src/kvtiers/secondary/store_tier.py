@@ -330,13 +330,14 @@ class ChunkStoreTier(EventTier):
         self._breaker.probed(ok=ok)
         if ok:
             self._lookups.clear()
-            self._hosts.log(logging.WARNING, f"{self._name}: answers again; back in use")
+            if not self._breaker.relapses:  # else its loads are still to succeed
+                self._hosts.log(logging.WARNING, f"{self._name}: answers again; back in use")
 
     def _note_failed(self, job: InflightJob, error: str) -> None:
         """Count a job as failed whose result is still to come; what it was to load is a miss."""
         if job.job.is_promotion and job.generation == self._generation:
             self._lookups.lost(job.job.keys)
-        self._note_error(error)
+        self._note_error(error, is_load=job.job.is_promotion)
 
     def _job_done(self, inflight: InflightJob) -> None:
         job, result, statuses = inflight.job, inflight.result(), inflight.statuses
@@ -351,9 +352,9 @@ class ChunkStoreTier(EventTier):
         # A job reported as failed is counted already, whatever became of it later.
         if not (inflight.failed_in_use or inflight.to_release):
             if not result.success and Status.FAILED in statuses:
-                self._note_error(inflight.error)
+                self._note_error(inflight.error, is_load=job.is_promotion)
             else:
-                self._breaker.record(ok=True)
+                self._note_success(is_load=job.is_promotion)
         if inflight.is_delete:
             self._forget(job.keys)
         elif inflight.generation == self._generation:
@@ -383,10 +384,25 @@ class ChunkStoreTier(EventTier):
             fine = set(good)
             self._lookups.lost(key for key in job.keys if key not in fine)
 
-    def _note_error(self, error: str) -> None:
+    def _note_success(self, *, is_load: bool) -> None:
+        breaker = self._breaker
+        has_relapsed = breaker.relapses > 0
+        breaker.record(ok=True, is_load=is_load)
+        if has_relapsed and not breaker.relapses:
+            self._hosts.log(logging.WARNING, f"{self._name}: its loads succeed again; back in use")
+
+    def _note_error(self, error: str, *, is_load: bool = False) -> None:
         self._counts.figures["errors"] += 1
-        was = self._breaker.state
-        self._breaker.record(ok=False)
-        if was is not self._breaker.state:
-            text = f"{self._name}: taken out of use after {error or 'errors'}; it is probed until it answers"
-            self._hosts.log(logging.WARNING, text)
+        breaker, error = self._breaker, error or "errors"
+        was = breaker.state
+        breaker.record(ok=False, is_load=is_load)
+        if was is breaker.state:
+            return
+        if not breaker.relapses:
+            text = f"taken out of use after {error}; it is probed until it answers"
+        elif breaker.relapses == 1:  # the others are not logged: it would be two lines for every few loads, for ever
+            text = f"taken out of use again after {error}: it answers questions, but its loads fail; from now on "
+            text += "loads are tried now and then, without a line, until one succeeds"
+        else:
+            return
+        self._hosts.log(logging.WARNING, f"{self._name}: {text}")

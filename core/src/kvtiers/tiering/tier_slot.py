@@ -7,12 +7,13 @@ rows that it may still touch stay in quarantine.
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from kvtiers._failures import log_with_backoff
+from kvtiers._failures import error_text, log_with_backoff
 from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.api.config import Admission
 from kvtiers.metrics import TierMetrics
@@ -294,7 +295,8 @@ class TierSlot:
 
     def _count_raised(self) -> None:
         self.metrics.raised = times = self.metrics.raised + 1
-        log_with_backoff(times, _log.exception, "%s: the tier raised (%d times so far)", self.name, times)
+        raised = error_text(sys.exception() or Exception())
+        log_with_backoff(times, _log.exception, "%s: the tier raised %s (%d times so far)", self.name, raised, times)
 
 
 class PinBudget:

@@ -2,9 +2,9 @@
 
 from itertools import pairwise
 
-from tests.unit.secondary.store_tier.hand_backend import MISS, fail_often, lookup, step
+from tests.unit.secondary.store_tier.hand_backend import MISS, fail_often, job, lookup, result_of, step
 
-from kvtiers.host.messages import Opened, Probed
+from kvtiers.host.messages import Opened, Probed, Status
 
 
 def test_failures_take_the_tier_out_of_use_and_one_probe_after_the_delay_puts_it_back(tier, backend, clock, keys):
@@ -90,3 +90,43 @@ def test_the_answer_to_an_earlier_probe_of_the_breaker_is_not_taken_for_the_late
     backend.say(Probed(second, b"\x00"))
     step(tier)
     assert tier.is_available()
+
+
+def answer_probe(tier, backend, clock):
+    """Let the breaker's probe come, and the store answer it."""
+    before = len(backend.probes)
+    while len(backend.probes) == before:
+        clock.now += 0.5
+        step(tier)
+    backend.say(Probed(backend.probes[-1][0], b"\x00"))
+    step(tier)
+    assert tier.is_available()
+
+
+def load(tier, backend, number, status):
+    tier.submit_load(job(number, [b"k" * 36], promotion=True))
+    result_of(backend, number, status, error="ValueError: bad" if status is Status.FAILED else "")
+    step(tier)
+
+
+def test_a_store_whose_loads_fail_while_it_takes_values_is_taken_out_of_use_in_three_lines_and_no_more(
+    tier, backend, clock, kit
+):
+    for number in range(3):
+        assert tier.is_available()
+        load(tier, backend, number, Status.FAILED)
+        tier.submit_store(job(100 + number, [kit.key(number)]))
+        result_of(backend, 100 + number, Status.PRESENT)
+        step(tier)
+    assert not tier.is_available()
+    for number in range(200, 210):
+        answer_probe(tier, backend, clock)
+        load(tier, backend, number, Status.FAILED)
+        assert not tier.is_available()
+    first, back, again = backend.logged
+    assert first == "t: taken out of use after ValueError: bad; it is probed until it answers"
+    assert back == "t: answers again; back in use"
+    assert again.startswith("t: taken out of use again after ValueError: bad: it answers questions, but its loads fail")
+    answer_probe(tier, backend, clock)
+    load(tier, backend, 300, Status.DONE)
+    assert backend.logged[3:] == ["t: its loads succeed again; back in use"]
