@@ -66,6 +66,8 @@ _AS_THEY_ARE = (
 )
 _OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "rows", "free_rows")
 _NO_ANSWER = "what it says is no engine's answer"
+_ENDED = ("answers again", "works again", "takes values again", "fast enough again", "its loads succeed again")
+"""How the lines begin in which the log says that a tier's trouble has ended."""
 _TEXTS = ("engine", "model")
 _TIER_TEXTS = ("off", "trouble")
 _TIER_NUMBERS = (
@@ -121,18 +123,41 @@ class StatusSocket:
 
 
 class LastTrouble(logging.Handler):
-    """A log handler that keeps a tier's last warning or error; the tier's lines begin with its name."""
+    """A log handler that keeps a tier's last warning or error in one line; the tier's lines begin with its name.
 
-    def __init__(self, tier: str) -> None:
+    A line that says that a trouble has ended is none itself: it ends the one that is kept.
+    """
+
+    def __init__(self, tier: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
         self._start = f"{tier}: "
+        self._clock = clock
+        self._at = 0.0
         self.text = ""
+        self.is_over = False
+        """The log has said since that it has ended."""
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it was logged."""
+        return self._clock() - self._at if self.text else 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a line of this tier's."""
         text = record.getMessage()
-        if text.startswith(self._start):
-            self.text = text.removeprefix(self._start)
+        if not text.startswith(self._start):
+            return
+        text = _in_one_line(text.removeprefix(self._start))
+        if text.startswith(_ENDED):
+            self.is_over = True
+        else:
+            self.text, self.is_over, self._at = text, False, self._clock()
+
+
+def _in_one_line(text: str) -> str:
+    """Return a log line without its traceback, but with the exception in which that ends."""
+    lines = text.strip().splitlines() or [""]
+    return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
 
 
 class Troubles:
@@ -143,12 +168,12 @@ class Troubles:
         for trouble in self._last.values():
             logging.getLogger("kvtiers").addHandler(trouble)
 
-    def of(self, tier: str) -> str:
-        """Return a tier's last trouble, or ""."""
+    def of(self, tier: str) -> LastTrouble:
+        """Return a tier's last trouble; its text is "" as long as there was none."""
         if tier not in self._last:  # one that was attached later: from now on
             self._last[tier] = LastTrouble(tier)
             logging.getLogger("kvtiers").addHandler(self._last[tier])
-        return self._last[tier].text
+        return self._last[tier]
 
     def close(self) -> None:
         """Listen to the log no longer."""
@@ -335,7 +360,7 @@ def _switch(figures: Mapping[str, Any]) -> str:
     return "read-only" if figures.get("switched_read_only") else "on"
 
 
-def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
+def _tier_status(figures: Mapping[str, Any], trouble: LastTrouble) -> dict[str, Any]:
     own = figures["own"]
     asked = figures.get("lookups", 0) + figures["stored_chunks"]
     status = {name: figures[name] for name in _AS_THEY_ARE} | {
@@ -346,7 +371,9 @@ def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
         "refusing": bool(own.get("refusing", 0)),
         "too_slow": bool(figures.get("too_slow", 0)),
         "seal_failures": own.get("seal_failures", 0),
-        "trouble": trouble,
+        "trouble": trouble.text,
+        "trouble_seconds": trouble.seconds,
+        "trouble_is_over": trouble.is_over,
         "written_chunks": max(0, figures["stored_chunks"] - own.get("already_present", 0)),
         "budget": budget_advice(figures, asked),
         "switch": _switch(figures),
