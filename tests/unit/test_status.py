@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from subprocess import PIPE
@@ -189,6 +190,26 @@ def test_questions_are_taken_at_a_bounded_rate_from_any_user(serve):
     for _ in range(1_000):
         assert ask(name, 60.0) == {"tiers": {}}
     assert time.monotonic() - began > 0.8, "100 in each tenth of a second"
+
+
+def test_the_tiers_are_looked_after_about_once_a_second_whether_anyone_asks_or_not(caplog):
+    times, seen = [], threading.Event()
+
+    def tend():
+        times.append(time.monotonic())
+        if len(times) >= 4:
+            seen.set()
+        raise ZeroDivisionError("a bug")
+
+    served = StatusSocket(lambda: answer(fs=TIER), tend=tend)
+    try:
+        for _ in range(20):
+            assert ask(served.name) == answer(fs=TIER)
+        assert seen.wait(60), "a bug of it ends nothing, and nobody has to ask"
+        assert times[3] - times[0] > 2.5
+    finally:
+        served.close()
+    assert "the tiers cannot be looked after; a bug of kvtiers" in caplog.text
 
 
 def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
@@ -402,15 +423,21 @@ def test_the_state_of_a_tier_says_what_holds_it_up(serve, figures, state):
     assert row.split("  ")[1].strip() == state or f" {state} " in row
 
 
-def test_a_tiers_last_trouble_is_its_own_last_warning():
-    logger, trouble = logging.getLogger("kvtiers.test_status"), LastTrouble("fs")
+def test_a_tiers_last_trouble_is_its_own_last_warning_in_one_line_and_ends_when_the_log_says_so():
+    now = [100.0]
+    logger, trouble = logging.getLogger("kvtiers.test_status"), LastTrouble("fs", lambda: now[0])
     logging.getLogger("kvtiers").addHandler(trouble)
     try:
         logger.warning("%s: %s", "fs", "the first")
         logger.warning("fs: the second")
         logger.warning("redis: another logger's")
         logger.info("fs: no trouble")
-        assert trouble.text == "the second"
+        assert (trouble.text, trouble.is_over, trouble.seconds) == ("the second", False, 0.0)
+        now[0] += 40.0
+        logger.warning("fs: answers again; back in use")
+        assert (trouble.text, trouble.is_over, trouble.seconds) == ("the second", True, 40.0)
+        logger.error("fs: job 3\nTraceback (most recent call last):\n  File x, line 3\nValueError: bad")
+        assert (trouble.text, trouble.is_over) == ("job 3: ValueError: bad", False)
     finally:
         logging.getLogger("kvtiers").removeHandler(trouble)
 

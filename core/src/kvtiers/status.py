@@ -8,7 +8,8 @@ A pid alone is no name: containers that share a network, as those of one pod do,
 counts its processes from 1.
 
 A client that connects gets one JSON object and the end of the stream; what it sends is not read. A thread of its own
-makes the answers from figures that the engine's thread counts, so the engine never waits for a client.
+makes the answers from figures that the engine's thread counts, so the engine never waits for a client. Once a second
+it has the tiers looked after, for an engine that is idle: what it shows is then true of an idle engine, too.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ __all__ = [
 _log = logging.getLogger("kvtiers.status")
 _PREFIX = "kvtiers-status-"
 _SEND_SECONDS = 2.0
+_TEND_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1  # after a question that could not be taken
 _LARGEST_ANSWER = 1 << 20
 _AS_THEY_ARE = (
@@ -79,16 +81,23 @@ _numbers = iter(range(1 << 62))
 
 
 class StatusSocket:
-    """Answers with ``status()``, plain data, until it is closed."""
+    """Answers with ``status()``, plain data, until it is closed. ``tend``: called about once a second."""
 
-    def __init__(self, status: Callable[[], dict[str, Any]], on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        status: Callable[[], dict[str, Any]],
+        on_close: Callable[[], None] = lambda: None,
+        tend: Callable[[], None] = lambda: None,
+    ) -> None:
         self._status = status
         self._on_close = on_close
+        self._tend = tend
         self._closed = threading.Event()
         self.name = f"{_PREFIX}{os.getpid()}-{_process}-{next(_numbers)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(4)
+        self._socket.settimeout(_TEND_SECONDS)
         threading.Thread(target=self._serve, name="kvtiers-status", daemon=True).start()
 
     def close(self) -> None:
@@ -101,9 +110,16 @@ class StatusSocket:
 
     def _serve(self) -> None:
         rate = AcceptRate()  # any user can connect in a loop, and this thread has the engine's interpreter meanwhile
-        while True:
+        tend_at = time.monotonic()
+        while not self._closed.is_set():
+            if (now := time.monotonic()) >= tend_at:
+                tend_at = now + _TEND_SECONDS
+                with logged_boundary(_log, "the tiers cannot be looked after; a bug of kvtiers"):
+                    self._tend()
             try:
                 connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 if self._closed.wait(_PAUSE_SECONDS):
                     return
@@ -205,6 +221,7 @@ def answer_status(
     engine_figures: Callable[[], Mapping[str, float]] = dict,
     stats: Callable[[], Mapping[str, Any]] = dict,
     events: Callable[[], Mapping[str, Any]] = dict,
+    tend: Callable[[], None] = lambda: None,
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on. ``troubles``: closed with the answer.
 
@@ -213,7 +230,7 @@ def answer_status(
     ``what_if()``: the report of the shadow caches, empty where there are none. ``control``: closed with the answer.
     ``engine_figures()``: of the engine itself, by ``figures_of_engine``, where there are any. ``stats()``: all that is
     counted, as a manager's, for ``kvtiers metrics``; empty: nothing. ``events()``: the report of the publisher of KV
-    events, empty where there is none.
+    events, empty where there is none. ``tend``: looks after the tiers of an idle engine; called about once a second.
     """
 
     def status() -> dict[str, Any]:
@@ -239,7 +256,7 @@ def answer_status(
         if control is not None:
             control.close()
 
-    return StatusSocket(status, close)
+    return StatusSocket(status, close, tend)
 
 
 def figures_of_engine(stats: Mapping[str, Any]) -> dict[str, float]:

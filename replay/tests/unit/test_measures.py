@@ -229,7 +229,10 @@ def of_a_tier(own: dict[str, float], last_trouble: str = "", **figures: int):
         ({"seal_failures": 205}, "205 were damaged."),
         ({"missing": 205}, "205 were not there."),
         ({"errors": 9}, "205 failed or came too late."),
-        ({"seal_failures": 5, "missing": 150, "errors": 1}, "5 were damaged, 150 were not there, 50 failed or came too"),
+        (
+            {"seal_failures": 5, "missing": 150, "errors": 1},
+            "5 were damaged, 150 were not there, 50 failed or",
+        ),
     ],
 )
 def test_a_tier_of_which_nothing_could_be_read_is_named_before_any_advice_and_fails_the_command(own, why) -> None:

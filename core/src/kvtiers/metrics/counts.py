@@ -121,7 +121,7 @@ class TierMetrics(_Metrics):
     running_jobs: int = _figure("Jobs of the tier in flight.")
     loading_chunks: int = _figure("Chunks being loaded, or reserved for a load: the tier's queue.")
     out_of_use: int = _figure("1: the tier reported jobs or chunks that it was never given, and is no longer used.")
-    too_slow: int = _figure("1: the tier's loads would land too late, so the chunks are computed.")
+    too_slow: int = _figure("1: the tier's answers and loads come too late, so the chunks are computed.")
     switched_off: int = _figure("1: an operator has switched the tier off.")
     switched_read_only: int = _figure("1: an operator has switched the tier to read-only.")
     cancelled_loads: int = _figure("Chunks whose load was cancelled, since an operator has switched the tier off.")
@@ -239,6 +239,7 @@ TIER_HELP: Mapping[str, str] = {
     **help_texts(TierMetrics),
     "already_present": "Values not written, since the store had them already.",
     "breaker_opened": "Times that the breaker opened.",
+    "breaker_seconds": "Seconds since the breaker opened, or since the tier is in use again.",
     "breaker_state": "The breaker's state: 0 in use, 1 out of use, 2 being tried.",
     "dropped_full": "Values dropped since the store was full.",
     "dropped_queue": "Values dropped since too many were waiting to be written.",
@@ -246,22 +247,27 @@ TIER_HELP: Mapping[str, str] = {
     "dropped_refused": "Values dropped since a part of the store did not answer, or did not take them.",
     "dropped_shutdown": "Values dropped since the engine ended before their turn.",
     "errors": "Calls of the store that failed.",
-    "full": "1: the tier's store accepts no more values; the log says what to do.",
+    "full": "1: the tier's store did not take values in the last five minutes; the log says what to do.",
     "host_starts": "Times that a host of the tier was started.",
     "hosts": "The tier's hosts (helper processes).",
     "hosts_open": "The tier's hosts in which the store is open.",
     "lookup_questions": "Lookups that the tier has answered, each of chunks of one prefix.",
     "lookup_seconds": "Seconds from lookups to their answers.",
     "missing": "Values that were absent when they were read, though a lookup had found them.",
+    "not_taken": "Values that the store has not taken since it is full, or refuses some; 0 while it is neither.",
+    "not_taken_seconds": "Seconds since the store last did not take a value, while it is full or refuses some.",
     "open": "1: the tier's store is open.",
     "open_probes": "Questions in flight about what the store has.",
     "queued_loads": "Parts of load jobs that wait for a thread.",
     "queued_stores": "Parts of store jobs that wait for a thread.",
     "quota_deleted": "Values deleted since their tenant had no room under its quota.",
-    "refusing": "1: the tier's store takes some values and refuses others; the log says why.",
+    "refusing": "1: the tier's store refused some values in the last five minutes; the log says why.",
     "retries": "Calls of the store repeated after a transient error.",
     "seal_failures": "Values whose bytes were not those that were stored.",
+    "silent_seconds": "Seconds in which the store did nothing of what it was asked for, while calls wait for it.",
     "storing_chunks": "Chunks being stored in the tier.",
+    "taken_meanwhile": "Values that the store has taken since it is full, or refuses some; 0 while it is neither.",
+    "waiting_calls": "Jobs and questions that wait for the store.",
 }
 """The help texts of a tier's figures: the manager's, and what tiers that are made of a store count themselves."""
 

@@ -126,9 +126,14 @@ class Breaker:
         """Make the probe due at once, if the breaker is open: the tier seems to be back."""
         self._retry_at = self._clock()
 
+    @property
+    def probe_is_due(self) -> bool:
+        """Return whether it is open, and the one probe is due. From any thread."""
+        return self.state is BreakerState.OPEN and self._clock() >= self._retry_at
+
     def wants_probe(self) -> bool:
         """Return whether the one probe is due; the caller sends it then, and reports with ``probed``."""
-        if self.state is BreakerState.OPEN and self._clock() >= self._retry_at:
+        if self.probe_is_due:
             self.state = BreakerState.PROBING
             return True
         return False

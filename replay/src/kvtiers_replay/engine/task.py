@@ -151,6 +151,7 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         fingerprint=manager.fingerprint,
         what_if=lambda: manager.stats().get("what_if", {}),
         control=ControlSocket(EngineActions(manager, task.layout.model.name).actions()),
+        tend=manager.tend,
     )
     try:
         yield

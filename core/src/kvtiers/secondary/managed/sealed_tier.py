@@ -196,8 +196,9 @@ class SealedTier(EventTier):
         """Return the tier's own figures, as of about a second ago, and the seal's. From any thread."""
         return self._sealer.figures | {
             "seal_failures": self._sealer.seal_failures,
-            "breaker_state": int(self._breaker.state),
+            "breaker_state": int(BreakerState.PROBING if self._breaker.probe_is_due else self._breaker.state),
             "breaker_opened": self._breaker.opened,
+            "breaker_seconds": self._breaker.seconds,
             "open": int(self._in_use is not None or self._sealer.open_state() == ""),
         }
 
