@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
+from kvtiers.cli.output import in_words
 from kvtiers.cli.status import verdict, what_if_sentence, writes_per_hit
 from kvtiers.metrics import TierMetrics
 from kvtiers.status import LastTrouble, StatusSocket, Troubles, answer_status, ask, running, troubles_from_the_start
@@ -243,6 +244,9 @@ def test_a_start_that_fails_listens_to_the_log_no_longer():
     assert logger.handlers == before
 
 
+FULL = "full: its store has not taken 4 values; what it holds is read as before; raise 'capacity'"
+
+
 def run(*arguments):
     return CliRunner().invoke(cli, ["status", *arguments])
 
@@ -261,8 +265,10 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
     lines = result.stdout.splitlines()
     own = [line for line in lines if f"process {os.getpid()}: some-org/model" in line]
     assert len(own) == 1
-    assert any(line.split()[:7] == ["fs", "in", "use", "30", "960", "7.25", "s"] and "3MiB" in line for line in lines)
-    assert any("redis" in line and "out of use" in line and "no route to host" in line for line in lines)
+    row = ["fs", "in", "use", "30", "chunks", "960", "7.2", "s"]
+    assert any(line.split()[:8] == row and "3MiB" in line for line in lines)
+    assert any("redis" in line and "out of use" in line and line.endswith(" yes") for line in lines)
+    assert sum("no route to host" in line for line in lines) == 1, "once, below the table"
     assert "  fs: it pays: 960 tokens came from it in 0.5 s of reading, which this engine computes in 7.8 s" in lines
     engines = json.loads(run("--json").stdout)
     (mine,) = [engine for engine in engines if engine["pid"] == os.getpid()]
@@ -387,10 +393,22 @@ def test_another_user_s_answer_is_added_to_no_engine_of_ours(fake, monkeypatch):
             "it brings next to nothing: too slow: 60 chunks were computed",
         ),
         (
-            {"full": True, "hits": 5, "trouble": "full: its store has not taken 4 values; raise 'capacity'"},
-            "it takes nothing new: full: its store has not taken 4 values; raise 'capacity'",
+            {"full": True, "hits": 5, "not_taken": 231, "not_taken_seconds": 40.0, "trouble": FULL},
+            "it takes nothing new: 231 values not taken, the last 40 s ago; raise 'capacity'",
         ),
-        ({"full": True, "hits": 5, "trouble": "another one"}, "it takes nothing new: full; the log says what to do"),
+        (
+            {"full": True, "not_taken": 231, "not_taken_seconds": 40.0, "taken_meanwhile": 46},
+            "it takes little of what is new: 231 values not taken, 46 were, the last 40 s ago; the log says what to do",
+        ),
+        ({"full": True, "hits": 5, "trouble": "another one"}, "it takes nothing new: the log says what to do"),
+        (
+            {"silent_seconds": 17.2, "waiting_calls": 9, "too_slow": True},
+            "it brings nothing: no answer for 17 s, 9 calls wait; look whether its backend hangs",
+        ),
+        (
+            {"breaker_state": 1, "breaker_seconds": 200.0, "trouble": "taken out of use after OSError"},
+            "it brings nothing for 3 min 20 s, since it cannot be used: taken out of use after OSError",
+        ),
         ({"seal_failures": 2}, "2 values came back damaged"),
         ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
         ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
@@ -411,6 +429,8 @@ def test_one_sentence_says_whether_a_tier_pays_and_if_not_why(figures, sentence)
         ({"full": True}, "full"),
         ({"too_slow": True}, "too slow"),
         ({"full": True, "too_slow": True}, "full, too slow"),
+        ({"full": True, "taken_meanwhile": 3}, "takes little"),
+        ({"silent_seconds": 17.0, "too_slow": True}, "no answer"),
         ({"full": True, "breaker_state": 1}, "out of use"),
         ({"open": False}, "not open"),
     ],
@@ -540,3 +560,59 @@ def test_an_engine_says_whether_its_kv_events_are_published(serve, changed, line
 def test_a_report_of_kv_events_that_is_none_is_no_engine_s_answer(serve, events):
     serve(answer(fs=TIER) | {"events": events})
     assert "no engine's answer" in CliRunner().invoke(cli, ["status"]).output
+
+
+def shown(serve, tier, **more):
+    serve(answer(fs=TIER | tier) | more)
+    return run("--engine", str(os.getpid())).stdout.splitlines()
+
+
+def test_what_the_trouble_was_stands_once_below_the_table_with_its_age(serve):
+    lines = shown(serve, {"trouble": "its host ended", "trouble_seconds": 2460.0})
+    assert lines[2].endswith(" 41 min ago")
+    assert [line for line in lines if "its host ended" in line] == ["  fs: last trouble (41 min ago): its host ended"]
+
+
+def test_a_trouble_that_is_over_is_called_so(serve):
+    lines = shown(serve, {"trouble": "out of use: refused", "trouble_seconds": 3.4, "trouble_is_over": True})
+    assert lines[2].endswith(" 3.4 s ago, over")
+    assert "  fs: last trouble (3.4 s ago, over): out of use: refused" in lines
+
+
+def test_a_store_that_is_full_is_one_sentence_and_not_its_old_line_besides(serve):
+    lines = shown(serve, {"full": True, "not_taken": 231, "not_taken_seconds": 40.0, "trouble": FULL})
+    assert sum("raise 'capacity'" in line for line in lines) == 1
+    assert not any("4 values" in line for line in lines)
+
+
+def test_the_primary_has_a_row(serve):
+    lines = shown(serve, {}, figures={"primary_hits": 1234, "rows": 1000, "free_rows": 37})
+    assert lines[2].split("  ")[1:] == ["primary", "37 of 1,000 rows free", "1,234 chunks"]
+
+
+def test_one_engine_can_be_asked_for(serve):
+    assert shown(serve, {})[0].startswith("vLLM 0.32.0, process")
+    other = run("--engine", "1")
+    assert (other.exit_code, other.stdout) == (1, "")
+    assert "no engine with kvtiers runs here as process 1 of this user" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0 s"),
+        (0.123, "0.12 s"),
+        (3.38, "3.4 s"),
+        (9.97, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (123.0, "2 min 3 s"),
+        (3380.0, "56 min"),
+        (3600.0, "1 h"),
+        (18_720.0, "5 h 12 min"),
+        (300_000.0, "3 days"),
+        (float("inf"), "inf s"),
+    ],
+)
+def test_times_are_written_as_people_say_them(seconds, words):
+    assert in_words(seconds) == words

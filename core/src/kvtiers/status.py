@@ -66,6 +66,17 @@ _AS_THEY_ARE = (
     "wait_expired",
     "recomputed_cheaper",
 )
+_OWN_NUMBERS = (
+    "breaker_seconds",
+    "waiting_calls",
+    "silent_seconds",
+    "not_taken",
+    "not_taken_seconds",
+    "taken_meanwhile",
+)
+"""Of a tier's own figures: for how long what is not well has been so."""
+_LATER_NUMBERS = (*_OWN_NUMBERS, "trouble_seconds", "computing_seconds", "saved_seconds")
+"""What an engine that started before an upgrade may not say."""
 _OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "rows", "free_rows")
 _NO_ANSWER = "what it says is no engine's answer"
 _ENDED = ("answers again", "works again", "takes values again", "fast enough again", "its loads succeed again")
@@ -355,6 +366,7 @@ def _is_answer(status: Mapping[str, Any]) -> bool:
         isinstance(tier, dict)
         and all(isinstance(tier.get(name), str) for name in _TIER_TEXTS)
         and all(isinstance(tier.get(name), int | float) for name in _TIER_NUMBERS)
+        and all(isinstance(tier.get(name, 0), int | float | None) for name in _LATER_NUMBERS)
         and all(isinstance(value, str | int | float | None) for value in tier.values())
         for tier in status["tiers"].values()
     )
@@ -387,6 +399,7 @@ def _tier_status(figures: Mapping[str, Any], trouble: LastTrouble) -> dict[str, 
         "full": bool(own.get("full", 0)),
         "refusing": bool(own.get("refusing", 0)),
         "too_slow": bool(figures.get("too_slow", 0)),
+        **{name: own.get(name, 0) for name in _OWN_NUMBERS},
         "seal_failures": own.get("seal_failures", 0),
         "trouble": trouble.text,
         "trouble_seconds": trouble.seconds,
