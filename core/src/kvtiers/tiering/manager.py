@@ -26,7 +26,7 @@ from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
-from kvtiers.tiering.command_queue import CommandQueue
+from kvtiers.tiering.command_queue import Command, CommandQueue
 from kvtiers.tiering.commands import Operations, Parts
 from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
@@ -163,6 +163,8 @@ class TieringManager:
         self._look_at = -math.inf
         self._tended = -1
         """How many steps had ended at the last ``tend``."""
+        self._conditions: list[tuple[float, ...]] = []
+        """How the tiers were at the last ``tend`` that did something."""
         self._polled = self._ready = self._closed = False
         self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if, tracing.lost, publisher)
 
@@ -453,8 +455,7 @@ class TieringManager:
         tended, self._tended = self._tended, self.steps
         if tended == self.steps and self.lock.acquire(blocking=False):
             try:
-                for slot in () if self._closed else self._slots:
-                    slot.tend(self._clock())
+                self._tend()
             finally:
                 self.lock.release()
 
@@ -561,6 +562,15 @@ class TieringManager:
             if self._commanded:
                 self.commands.run()
         return self._ready
+
+    def _tend(self) -> None:
+        if self._closed:
+            return
+        for slot in self._slots:
+            slot.tend(self._clock())
+        conditions, self._conditions = self._conditions, [slot.condition() for slot in self._slots]
+        if conditions and conditions != self._conditions:
+            self.commands.post(Command(dict))  # an empty step: vLLM publishes figures in its steps alone
 
     def _retain(self, state: RequestState, retention: Retention) -> None:
         if retention.priority == "low":

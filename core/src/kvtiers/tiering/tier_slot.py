@@ -215,6 +215,13 @@ class TierSlot:
             self._do(self.tier.tend)
         self.watch_speed(now)
 
+    def condition(self) -> tuple[float, ...]:
+        """Return what people are to know of a tier that is tended: whether it is in use, full, refusing, too slow."""
+        if not isinstance(self.tier, CanBeTended):
+            return ()
+        own = self._figures()
+        return self.available(), own.get("full", 0), own.get("refusing", 0), self.metrics.too_slow
+
     def watch_speed(self, now: float) -> None:
         """Log when the tier becomes too slow, and when it is fast enough again."""
         if line := self._slow_watch.look(now):

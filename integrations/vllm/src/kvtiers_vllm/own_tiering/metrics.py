@@ -55,8 +55,8 @@ GAUGES = {
     **described(
         _PREFIX, TIER_HELP,
         "running_jobs", "loading_chunks", "storing_chunks", "queued_loads", "queued_stores", "unread_bytes",
-        "quarantined_rows", "breaker_state", "breaker_seconds", "full", "refusing", "not_taken", "not_taken_seconds",
-        "taken_meanwhile", "too_slow", "waiting_calls", "silent_seconds", "open", "hosts", "hosts_open",
+        "quarantined_rows", "breaker_state", "full", "refusing", "too_slow", "open", "hosts",
+        "hosts_open",
     ),
     "kvtiers_tier_off": "1: the tier is off in this engine; the log says why.",
     "kvtiers_tier_shared": "1: another process can find what this one stores; 0: the log says why not.",
