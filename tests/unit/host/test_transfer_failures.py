@@ -461,3 +461,32 @@ def test_writes_questions_and_removals_that_fail_have_a_line_each(kit, keys, cap
         "Broken: its store's delete failed: PermissionError: no",
         "Broken: its store's write failed: OSError: no",
     ]
+
+
+# -- a store that hangs
+
+
+def test_a_call_that_does_not_return_is_named_with_its_place_once(kit, keys, caplog):
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Hangs(kit.DictStore):
+        def read_into(self, name, dst):
+            begun.set()
+            go_on.wait(60)
+            return False
+
+    mover = kit.mover(Hangs())
+    mover.log_hung(0.0)
+    loading = threading.Thread(target=mover.load, args=(kit.run(keys[:1]),))
+    loading.start()
+    assert begun.wait(60)
+    mover.log_hung(3600.0)
+    assert not caplog.messages
+    for _ in range(3):
+        mover.log_hung(0.0)
+    go_on.set()
+    loading.join(60)
+    mover.log_hung(0.0)
+    [line] = caplog.messages
+    assert line.startswith("Hangs: its store has not answered for 0 s: it is in ")
+    assert "Hangs.read_into (test_transfer_failures.py:" in line

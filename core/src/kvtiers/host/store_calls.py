@@ -15,11 +15,15 @@ each type of exception. All others are counted alone.
 """
 
 import logging
+import math
+import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -40,7 +44,7 @@ from kvtiers.api.answers import found, found_each, kept_each
 from kvtiers.host.messages import Status, drop_oldest
 from kvtiers.layout.seal import PayloadHash
 
-__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls", "StoreLog"]
+__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls", "StoreLog", "plugin_place"]
 
 _log = logging.getLogger("kvtiers.secondary")
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
@@ -52,6 +56,8 @@ _LONGEST_PAUSE = 2.0
 _BURST_SECONDS = 1.0  # so much of an unused rate is kept
 _T = TypeVar("_T")
 _MOST_KNOWN = 65_536
+_CORE = f"{Path(__file__).parents[1]}{os.sep}"
+_HUNG = "hung"  # in place of an exception's name
 _Source = TypeVar("_Source")
 
 
@@ -262,6 +268,15 @@ class Attempts:
         self._limiter = limiter
         self._stop = stop
         self._clock = clock
+        self._running: dict[int, float] = {}
+        """When the call began that a thread is in, by the thread's ident; infinite once it has been looked at."""
+
+    def hung(self, seconds: float) -> list[int]:
+        """Return the idents of the threads that have been in one call for so long; each call once. From any thread."""
+        latest = self._clock() - seconds
+        found = [ident for ident, began in self._running.copy().items() if began <= latest]
+        self._running.update((ident, math.inf) for ident in found)
+        return found
 
     def call(
         self, call: Callable[[], _T], *, give_up_at: float, nbytes: int = 0, urgent: bool = True
@@ -275,7 +290,7 @@ class Attempts:
             if not self._limiter.wait(nbytes, urgent=urgent, give_up_at=give_up_at):
                 raise NoTimeLeft("no turn under the rate limit before the deadline")
             try:
-                return call(), attempt
+                return self._made(call), attempt
             except StoreContractError:  # whatever a store calls transient: asked again, it would answer the same
                 raise
             except self._transient:
@@ -284,6 +299,14 @@ class Attempts:
                 if last or self._stop.wait(pause):
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _made(self, call: Callable[[], _T]) -> _T:
+        ident = threading.get_ident()
+        self._running[ident] = self._clock()
+        try:
+            return call()
+        finally:
+            self._running.pop(ident, None)
 
 
 class KnownNames:
@@ -359,6 +382,13 @@ class StoreLog:
             text = "%s: its store's %s failed: %s; further failures of this kind are counted (errors), not logged"
             _log.warning(text, self._label, method, error_text(error), extra={"once": True})
 
+    def log_hung(self, seconds: float, ident: int) -> None:
+        """Log, once for each place, in which call of the store a thread has been for so long."""
+        if (place := plugin_place(ident)) and (_HUNG, place) not in self._logged_failures:
+            self._logged_failures.add((_HUNG, place))
+            text = "%s: its store has not answered for %g s: it is in %s"
+            _log.warning(text, self._label, seconds, place, extra={"once": True})
+
     def log_full(self, nbytes: int, reason: str) -> None:
         """Log that the store has no room for a value of this length: for now, or at all. ``reason``: what it says."""
         if not self._was_full:
@@ -391,3 +421,15 @@ class _WatchedCall(plugin_boundary):
             self._log.log_failure(self._method, error)
             self.error = error_text(error)
         return self._ends
+
+
+def plugin_place(ident: int) -> str:
+    """Return which function of a plugin's this thread is in, the one that core has called; "" for none."""
+    # A frame that is looked at holds its views if its call returns just then: once a call, and never for long.
+    place, frame = "", sys._current_frames().get(ident)  # noqa: SLF001 -- documented, and as a debugger does it
+    while frame is not None:  # the innermost first: what is left at the end is what core has called
+        code = frame.f_code
+        if not code.co_filename.startswith(_CORE) and code.co_filename != threading.__file__:
+            place = f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return place

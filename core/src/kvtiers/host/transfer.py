@@ -171,6 +171,11 @@ class ValueMover:
         """Make calls under another rate limit from now on."""
         self._limiter.set(limit)
 
+    def log_hung(self, seconds: float) -> None:
+        """Log which calls of the store have not returned for so long, each once. From any thread."""
+        for ident in self._attempts.hung(seconds):
+            self._store_log.log_hung(seconds, ident)
+
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
         return self._move_named(run, Status.MISSING, self._load)
