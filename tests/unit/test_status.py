@@ -616,3 +616,12 @@ def test_one_engine_can_be_asked_for(serve):
 )
 def test_times_are_written_as_people_say_them(seconds, words):
     assert in_words(seconds) == words
+
+
+def test_what_did_not_come_and_why_stands_before_any_advice(serve):
+    figures = {"loaded_chunks": 0, "failed_loads": 205, "seal_failures": 200, "missing": 1, "budget": "raise it"}
+    lines = shown(serve, figures)
+    reasons = "200 were damaged, 1 were not there, 4 failed or came too late"
+    said = f"  fs: of 205 chunks that it said it has, none could be read: {reasons}"
+    assert lines.index(said) < lines.index("  fs: raise it")
+    assert not any("could be read" in line for line in shown(serve, {"loaded_chunks": 200, "failed_loads": 5}))

@@ -60,6 +60,8 @@ _AS_THEY_ARE = (
     "saved_seconds",
     "load_seconds",
     "loaded_bytes",
+    "loaded_chunks",
+    "failed_loads",
     "stored_chunks",
     "stored_bytes",
     "unread_bytes",
@@ -73,9 +75,17 @@ _OWN_NUMBERS = (
     "not_taken",
     "not_taken_seconds",
     "taken_meanwhile",
+    "missing",
 )
-"""Of a tier's own figures: for how long what is not well has been so."""
-_LATER_NUMBERS = (*_OWN_NUMBERS, "trouble_seconds", "computing_seconds", "saved_seconds")
+"""Of a tier's own figures: what is not well, and for how long it has been so."""
+_LATER_NUMBERS = (
+    *_OWN_NUMBERS,
+    "loaded_chunks",
+    "failed_loads",
+    "trouble_seconds",
+    "computing_seconds",
+    "saved_seconds",
+)
 """What an engine that started before an upgrade may not say."""
 _OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "rows", "free_rows")
 _NO_ANSWER = "what it says is no engine's answer"

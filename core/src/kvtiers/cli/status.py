@@ -9,6 +9,7 @@ import click
 from kvtiers.api.units import format_size
 from kvtiers.cli.engines import engines
 from kvtiers.cli.output import in_words, print_heading, print_table
+from kvtiers.metrics import unread_chunks
 from kvtiers.tiering.tier_slot import SILENT_SECONDS
 
 __all__ = ["events_sentence", "state_of", "status", "verdict", "what_if_sentence", "writes_per_hit"]
@@ -69,7 +70,7 @@ def _print(answer: Mapping[str, Any]) -> None:
     for name, tier in answer["tiers"].items():
         sentence = verdict(tier)
         click.echo(f"  {name}: {sentence}")
-        for line in (_trouble(tier, sentence), tier.get("budget"), writes_per_hit(tier)):
+        for line in (_trouble(tier, sentence), unread_chunks("it", tier), tier.get("budget"), writes_per_hit(tier)):
             if line:
                 click.echo(f"  {name}: {line}")
 

@@ -204,6 +204,7 @@ _ADVICE = {
 }
 BUDGET_FIGURES = tuple(_ADVICE)
 """Those of a tier's figures that name a budget."""
+_UNREAD = 0.05  # of the chunks that a tier said it has: a few are evicted by their store, or come too late
 _COSTS_HITS = 0.01  # of the chunks asked for: fewer are no reason to change anything
 
 
@@ -220,6 +221,26 @@ def budget_advice(figures: Mapping[str, Any], asked: float) -> str:
         f"'budgets.{most.removeprefix('over_')}' costs hits: {over[most]:,.0f} chunks got no row or were not sent; "
         f"{_ADVICE[most]}, or raise 'primary.capacity'"
     )
+
+
+def unread_chunks(name: str, figures: Mapping[str, Any]) -> str:
+    """Return how many of the chunks that a tier said it has were not loaded, and why, in one line; "": next to none.
+
+    ``figures``: ``loaded_chunks`` and ``failed_loads``, of which ``seal_failures`` were damaged and ``missing`` not
+    there. ``name``: the tier's, or "it".
+    """
+    loaded, failed = figures.get("loaded_chunks", 0), figures.get("failed_loads", 0)
+    if not failed or failed < _UNREAD * (loaded + failed):
+        return ""
+    damaged, missing = figures.get("seal_failures", 0), figures.get("missing", 0)
+    reasons = {
+        "were damaged": damaged,
+        "were not there": missing,
+        "failed or came too late": max(0, failed - damaged - missing),
+    }
+    why = ", ".join(f"{count:,.0f} {reason}" for reason, count in reasons.items() if count)
+    read = f"only {loaded:,.0f} could be read" if loaded else "none could be read"
+    return f"of {loaded + failed:,.0f} chunks that {name} said it has, {read}: {why}"
 
 
 CLIENT_TIER_FIGURES = (

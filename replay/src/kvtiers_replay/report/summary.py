@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig
-from kvtiers.metrics import BUDGET_FIGURES, budget_advice
+from kvtiers.metrics import BUDGET_FIGURES, budget_advice, unread_chunks
 from kvtiers_replay.engine.measures import Curve, Measures
 from kvtiers_replay.options import ReplayOptions, replay_layout
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken, config_as_data
@@ -35,7 +35,6 @@ _TIER_ERRORS = {
     "raised": "calls that raised",
 }
 _FEW_MISSING = 8  # chunks: so many may be evicted by their store between a lookup and its load
-_UNREAD = 0.05  # of the chunks that a tier said it has: fewer that did not come are no line of the verdict
 _FEW = 0.01  # of all chunks asked for: fewer without a row are no reason to change anything
 _MIB = 1 << 20
 
@@ -299,20 +298,10 @@ def _is_unreadable(engines: Sequence[Mapping[str, Any]]) -> bool:
 
 def _did_not_come(tier: str, engines: Sequence[Mapping[str, Any]], trouble: str) -> str:
     """Return one line if a tier did not bring what it said it has, with the reasons; else ""."""
-    loaded, failed = (sum(figures[name] for figures in engines) for name in ("loaded_chunks", "failed_loads"))
-    asked = loaded + failed
-    if not failed or failed < _UNREAD * asked:
-        return ""
-    damaged, missing = _own(engines, "seal_failures"), _own(engines, "missing")
-    reasons = {
-        "were damaged": damaged,
-        "were not there": missing,
-        "failed or came too late": max(0, failed - damaged - missing),
-    }
-    why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
-    read = f"only {loaded:,} could be read" if loaded else "none could be read"
+    figures = {name: sum(each[name] for each in engines) for name in ("loaded_chunks", "failed_loads")}
+    line = unread_chunks(tier, figures | {name: _own(engines, name) for name in ("seal_failures", "missing")})
     said = f" Its last warning: {trouble}" if trouble else ""
-    return f"Of {asked:,} chunks that {tier} said it has, {read}: {why}.{said}"
+    return f"{line[0].upper()}{line[1:]}.{said}" if line else ""
 
 
 def _primary_advice(
