@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from subprocess import PIPE
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
+from kvtiers.cli.output import in_words
 from kvtiers.cli.status import verdict, what_if_sentence, writes_per_hit
 from kvtiers.metrics import TierMetrics
 from kvtiers.status import LastTrouble, StatusSocket, Troubles, answer_status, ask, running, troubles_from_the_start
@@ -191,6 +193,26 @@ def test_questions_are_taken_at_a_bounded_rate_from_any_user(serve):
     assert time.monotonic() - began > 0.8, "100 in each tenth of a second"
 
 
+def test_the_tiers_are_looked_after_about_once_a_second_whether_anyone_asks_or_not(caplog):
+    times, seen = [], threading.Event()
+
+    def tend():
+        times.append(time.monotonic())
+        if len(times) >= 4:
+            seen.set()
+        raise ZeroDivisionError("a bug")
+
+    served = StatusSocket(lambda: answer(fs=TIER), tend=tend)
+    try:
+        for _ in range(20):
+            assert ask(served.name) == answer(fs=TIER)
+        assert seen.wait(60), "a bug of it ends nothing, and nobody has to ask"
+        assert times[3] - times[0] > 2.5
+    finally:
+        served.close()
+    assert "the tiers cannot be looked after; a bug of kvtiers" in caplog.text
+
+
 def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
     logger = logging.getLogger("kvtiers")
     before = list(logger.handlers)
@@ -222,6 +244,9 @@ def test_a_start_that_fails_listens_to_the_log_no_longer():
     assert logger.handlers == before
 
 
+FULL = "full: its store has not taken 4 values; what it holds is read as before; raise 'capacity'"
+
+
 def run(*arguments):
     return CliRunner().invoke(cli, ["status", *arguments])
 
@@ -240,8 +265,10 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
     lines = result.stdout.splitlines()
     own = [line for line in lines if f"process {os.getpid()}: some-org/model" in line]
     assert len(own) == 1
-    assert any(line.split()[:7] == ["fs", "in", "use", "30", "960", "7.25", "s"] and "3MiB" in line for line in lines)
-    assert any("redis" in line and "out of use" in line and "no route to host" in line for line in lines)
+    row = ["fs", "in", "use", "30", "chunks", "960", "7.2", "s"]
+    assert any(line.split()[:8] == row and "3MiB" in line for line in lines)
+    assert any("redis" in line and "out of use" in line and line.endswith(" yes") for line in lines)
+    assert sum("no route to host" in line for line in lines) == 1, "once, below the table"
     assert "  fs: it pays: 960 tokens came from it in 0.5 s of reading, which this engine computes in 7.8 s" in lines
     engines = json.loads(run("--json").stdout)
     (mine,) = [engine for engine in engines if engine["pid"] == os.getpid()]
@@ -366,10 +393,22 @@ def test_another_user_s_answer_is_added_to_no_engine_of_ours(fake, monkeypatch):
             "it brings next to nothing: too slow: 60 chunks were computed",
         ),
         (
-            {"full": True, "hits": 5, "trouble": "full: its store has not taken 4 values; raise 'capacity'"},
-            "it takes nothing new: full: its store has not taken 4 values; raise 'capacity'",
+            {"full": True, "hits": 5, "not_taken": 231, "not_taken_seconds": 40.0, "trouble": FULL},
+            "it takes nothing new: 231 values not taken, the last 40 s ago; raise 'capacity'",
         ),
-        ({"full": True, "hits": 5, "trouble": "another one"}, "it takes nothing new: full; the log says what to do"),
+        (
+            {"full": True, "not_taken": 231, "not_taken_seconds": 40.0, "taken_meanwhile": 46},
+            "it takes little of what is new: 231 values not taken, 46 were, the last 40 s ago; the log says what to do",
+        ),
+        ({"full": True, "hits": 5, "trouble": "another one"}, "it takes nothing new: the log says what to do"),
+        (
+            {"silent_seconds": 17.2, "waiting_calls": 9, "too_slow": True},
+            "it brings nothing: no answer for 17 s, 9 calls wait; look whether its backend hangs",
+        ),
+        (
+            {"breaker_state": 1, "breaker_seconds": 200.0, "trouble": "taken out of use after OSError"},
+            "it brings nothing for 3 min 20 s, since it cannot be used: taken out of use after OSError",
+        ),
         ({"seal_failures": 2}, "2 values came back damaged"),
         ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
         ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
@@ -390,6 +429,8 @@ def test_one_sentence_says_whether_a_tier_pays_and_if_not_why(figures, sentence)
         ({"full": True}, "full"),
         ({"too_slow": True}, "too slow"),
         ({"full": True, "too_slow": True}, "full, too slow"),
+        ({"full": True, "taken_meanwhile": 3}, "takes little"),
+        ({"silent_seconds": 17.0, "too_slow": True}, "no answer"),
         ({"full": True, "breaker_state": 1}, "out of use"),
         ({"open": False}, "not open"),
     ],
@@ -402,15 +443,21 @@ def test_the_state_of_a_tier_says_what_holds_it_up(serve, figures, state):
     assert row.split("  ")[1].strip() == state or f" {state} " in row
 
 
-def test_a_tiers_last_trouble_is_its_own_last_warning():
-    logger, trouble = logging.getLogger("kvtiers.test_status"), LastTrouble("fs")
+def test_a_tiers_last_trouble_is_its_own_last_warning_in_one_line_and_ends_when_the_log_says_so():
+    now = [100.0]
+    logger, trouble = logging.getLogger("kvtiers.test_status"), LastTrouble("fs", lambda: now[0])
     logging.getLogger("kvtiers").addHandler(trouble)
     try:
         logger.warning("%s: %s", "fs", "the first")
         logger.warning("fs: the second")
         logger.warning("redis: another logger's")
         logger.info("fs: no trouble")
-        assert trouble.text == "the second"
+        assert (trouble.text, trouble.is_over, trouble.seconds) == ("the second", False, 0.0)
+        now[0] += 40.0
+        logger.warning("fs: answers again; back in use")
+        assert (trouble.text, trouble.is_over, trouble.seconds) == ("the second", True, 40.0)
+        logger.error("fs: job 3\nTraceback (most recent call last):\n  File x, line 3\nValueError: bad")
+        assert (trouble.text, trouble.is_over) == ("job 3: ValueError: bad", False)
     finally:
         logging.getLogger("kvtiers").removeHandler(trouble)
 
@@ -528,3 +575,68 @@ def test_loads_that_came_late_are_counted_where_vllms_warning_sends_an_operator(
 def test_loads_that_came_in_time_are_no_line(serve):
     serve({**answer(fs=TIER), "figures": {"late_loads": 0}})
     assert "came late" not in CliRunner().invoke(cli, ["status"]).output
+
+
+def shown(serve, tier, **more):
+    serve(answer(fs=TIER | tier) | more)
+    return run("--engine", str(os.getpid())).stdout.splitlines()
+
+
+def test_what_the_trouble_was_stands_once_below_the_table_with_its_age(serve):
+    lines = shown(serve, {"trouble": "its host ended", "trouble_seconds": 2460.0})
+    assert lines[2].endswith(" 41 min ago")
+    assert [line for line in lines if "its host ended" in line] == ["  fs: last trouble (41 min ago): its host ended"]
+
+
+def test_a_trouble_that_is_over_is_called_so(serve):
+    lines = shown(serve, {"trouble": "out of use: refused", "trouble_seconds": 3.4, "trouble_is_over": True})
+    assert lines[2].endswith(" 3.4 s ago, over")
+    assert "  fs: last trouble (3.4 s ago, over): out of use: refused" in lines
+
+
+def test_a_store_that_is_full_is_one_sentence_and_not_its_old_line_besides(serve):
+    lines = shown(serve, {"full": True, "not_taken": 231, "not_taken_seconds": 40.0, "trouble": FULL})
+    assert sum("raise 'capacity'" in line for line in lines) == 1
+    assert not any("4 values" in line for line in lines)
+
+
+def test_the_primary_has_a_row(serve):
+    lines = shown(serve, {}, figures={"primary_hits": 1234, "rows": 1000, "free_rows": 37})
+    assert lines[2].split("  ")[1:] == ["primary", "37 of 1,000 rows free", "1,234 chunks"]
+
+
+def test_one_engine_can_be_asked_for(serve):
+    assert shown(serve, {})[0].startswith("vLLM 0.32.0, process")
+    other = run("--engine", "1")
+    assert (other.exit_code, other.stdout) == (1, "")
+    assert "no engine with kvtiers runs here as process 1 of this user" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0 s"),
+        (0.123, "0.12 s"),
+        (3.38, "3.4 s"),
+        (9.97, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (123.0, "2 min 3 s"),
+        (3380.0, "56 min"),
+        (3600.0, "1 h"),
+        (18_720.0, "5 h 12 min"),
+        (300_000.0, "3 days"),
+        (float("inf"), "inf s"),
+    ],
+)
+def test_times_are_written_as_people_say_them(seconds, words):
+    assert in_words(seconds) == words
+
+
+def test_what_did_not_come_and_why_stands_before_any_advice(serve):
+    figures = {"loaded_chunks": 0, "failed_loads": 205, "seal_failures": 200, "missing": 1, "budget": "raise it"}
+    lines = shown(serve, figures)
+    reasons = "200 were damaged, 1 were not there, 4 failed or came too late"
+    said = f"  fs: of 205 chunks that it said it has, none could be read: {reasons}"
+    assert lines.index(said) < lines.index("  fs: raise it")
+    assert not any("could be read" in line for line in shown(serve, {"loaded_chunks": 200, "failed_loads": 5}))

@@ -8,7 +8,8 @@ A pid alone is no name: containers that share a network, as those of one pod do,
 counts its processes from 1.
 
 A client that connects gets one JSON object and the end of the stream; what it sends is not read. A thread of its own
-makes the answers from figures that the engine's thread counts, so the engine never waits for a client.
+makes the answers from figures that the engine's thread counts, so the engine never waits for a client. Once a second
+it has the tiers looked after, for an engine that is idle: what it shows is then true of an idle engine, too.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ __all__ = [
 _log = logging.getLogger("kvtiers.status")
 _PREFIX = "kvtiers-status-"
 _SEND_SECONDS = 2.0
+_TEND_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1  # after a question that could not be taken
 _LARGEST_ANSWER = 1 << 20
 _AS_THEY_ARE = (
@@ -64,8 +66,29 @@ _AS_THEY_ARE = (
     "wait_expired",
     "recomputed_cheaper",
 )
+_OWN_NUMBERS = (
+    "breaker_seconds",
+    "waiting_calls",
+    "silent_seconds",
+    "not_taken",
+    "not_taken_seconds",
+    "taken_meanwhile",
+    "missing",
+)
+"""Of a tier's own figures: what is not well, and for how long it has been so."""
+_LATER_NUMBERS = (
+    *_OWN_NUMBERS,
+    "loaded_chunks",
+    "failed_loads",
+    "trouble_seconds",
+    "computing_seconds",
+    "saved_seconds",
+)
+"""What an engine that started before an upgrade may not say."""
 _OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "rows", "free_rows")
 _NO_ANSWER = "what it says is no engine's answer"
+_ENDED = ("answers again", "works again", "takes values again", "fast enough again", "its loads succeed again")
+"""How the lines begin in which the log says that a tier's trouble has ended."""
 _TEXTS = ("engine", "model")
 _TIER_TEXTS = ("off", "trouble")
 _TIER_NUMBERS = (
@@ -77,16 +100,23 @@ _numbers = iter(range(1 << 62))
 
 
 class StatusSocket:
-    """Answers with ``status()``, plain data, until it is closed."""
+    """Answers with ``status()``, plain data, until it is closed. ``tend``: called about once a second."""
 
-    def __init__(self, status: Callable[[], dict[str, Any]], on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        status: Callable[[], dict[str, Any]],
+        on_close: Callable[[], None] = lambda: None,
+        tend: Callable[[], None] = lambda: None,
+    ) -> None:
         self._status = status
         self._on_close = on_close
+        self._tend = tend
         self._closed = threading.Event()
         self.name = f"{_PREFIX}{os.getpid()}-{_process}-{next(_numbers)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(4)
+        self._socket.settimeout(_TEND_SECONDS)
         threading.Thread(target=self._serve, name="kvtiers-status", daemon=True).start()
 
     def close(self) -> None:
@@ -99,9 +129,16 @@ class StatusSocket:
 
     def _serve(self) -> None:
         rate = AcceptRate()  # any user can connect in a loop, and this thread has the engine's interpreter meanwhile
-        while True:
+        tend_at = time.monotonic()
+        while not self._closed.is_set():
+            if (now := time.monotonic()) >= tend_at:
+                tend_at = now + _TEND_SECONDS
+                with logged_boundary(_log, "the tiers cannot be looked after; a bug of kvtiers"):
+                    self._tend()
             try:
                 connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 if self._closed.wait(_PAUSE_SECONDS):
                     return
@@ -121,18 +158,41 @@ class StatusSocket:
 
 
 class LastTrouble(logging.Handler):
-    """A log handler that keeps a tier's last warning or error; the tier's lines begin with its name."""
+    """A log handler that keeps a tier's last warning or error in one line; the tier's lines begin with its name.
 
-    def __init__(self, tier: str) -> None:
+    A line that says that a trouble has ended is none itself: it ends the one that is kept.
+    """
+
+    def __init__(self, tier: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
         self._start = f"{tier}: "
+        self._clock = clock
+        self._at = 0.0
         self.text = ""
+        self.is_over = False
+        """The log has said since that it has ended."""
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it was logged."""
+        return self._clock() - self._at if self.text else 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a line of this tier's."""
         text = record.getMessage()
-        if text.startswith(self._start):
-            self.text = text.removeprefix(self._start)
+        if not text.startswith(self._start):
+            return
+        text = _in_one_line(text.removeprefix(self._start))
+        if text.startswith(_ENDED):
+            self.is_over = True
+        else:
+            self.text, self.is_over, self._at = text, False, self._clock()
+
+
+def _in_one_line(text: str) -> str:
+    """Return a log line without its traceback, but with the exception in which that ends."""
+    lines = text.strip().splitlines() or [""]
+    return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
 
 
 class Troubles:
@@ -143,12 +203,12 @@ class Troubles:
         for trouble in self._last.values():
             logging.getLogger("kvtiers").addHandler(trouble)
 
-    def of(self, tier: str) -> str:
-        """Return a tier's last trouble, or ""."""
+    def of(self, tier: str) -> LastTrouble:
+        """Return a tier's last trouble; its text is "" as long as there was none."""
         if tier not in self._last:  # one that was attached later: from now on
             self._last[tier] = LastTrouble(tier)
             logging.getLogger("kvtiers").addHandler(self._last[tier])
-        return self._last[tier].text
+        return self._last[tier]
 
     def close(self) -> None:
         """Listen to the log no longer."""
@@ -180,6 +240,7 @@ def answer_status(
     engine_figures: Callable[[], Mapping[str, float]] = dict,
     stats: Callable[[], Mapping[str, Any]] = dict,
     events: Callable[[], Mapping[str, Any]] = dict,
+    tend: Callable[[], None] = lambda: None,
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on. ``troubles``: closed with the answer.
 
@@ -188,7 +249,7 @@ def answer_status(
     ``what_if()``: the report of the shadow caches, empty where there are none. ``control``: closed with the answer.
     ``engine_figures()``: of the engine itself, by ``figures_of_engine``, where there are any. ``stats()``: all that is
     counted, as a manager's, for ``kvtiers metrics``; empty: nothing. ``events()``: the report of the publisher of KV
-    events, empty where there is none.
+    events, empty where there is none. ``tend``: looks after the tiers of an idle engine; called about once a second.
     """
 
     def status() -> dict[str, Any]:
@@ -214,7 +275,7 @@ def answer_status(
         if control is not None:
             control.close()
 
-    return StatusSocket(status, close)
+    return StatusSocket(status, close, tend)
 
 
 def figures_of_engine(stats: Mapping[str, Any]) -> dict[str, float]:
@@ -313,6 +374,7 @@ def _is_answer(status: Mapping[str, Any]) -> bool:
         isinstance(tier, dict)
         and all(isinstance(tier.get(name), str) for name in _TIER_TEXTS)
         and all(isinstance(tier.get(name), int | float) for name in _TIER_NUMBERS)
+        and all(isinstance(tier.get(name, 0), int | float | None) for name in _LATER_NUMBERS)
         and all(isinstance(value, str | int | float | None) for value in tier.values())
         for tier in status["tiers"].values()
     )
@@ -335,7 +397,7 @@ def _switch(figures: Mapping[str, Any]) -> str:
     return "read-only" if figures.get("switched_read_only") else "on"
 
 
-def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
+def _tier_status(figures: Mapping[str, Any], trouble: LastTrouble) -> dict[str, Any]:
     own = figures["own"]
     asked = figures.get("lookups", 0) + figures["stored_chunks"]
     status = {name: figures[name] for name in _AS_THEY_ARE} | {
@@ -345,8 +407,12 @@ def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
         "full": bool(own.get("full", 0)),
         "refusing": bool(own.get("refusing", 0)),
         "too_slow": bool(figures.get("too_slow", 0)),
+        **{name: figures.get(name, 0) for name in ("loaded_chunks", "failed_loads")},
+        **{name: own.get(name, 0) for name in _OWN_NUMBERS},
         "seal_failures": own.get("seal_failures", 0),
-        "trouble": trouble,
+        "trouble": trouble.text,
+        "trouble_seconds": trouble.seconds,
+        "trouble_is_over": trouble.is_over,
         "written_chunks": max(0, figures["stored_chunks"] - own.get("already_present", 0)),
         "budget": budget_advice(figures, asked),
         "switch": _switch(figures),

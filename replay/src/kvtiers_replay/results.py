@@ -117,7 +117,8 @@ class ReplayResults:
     ``last_troubles``: the last warning that was logged of a tier, by tier. ``own_figures``: what a tier counts itself,
     by tier, one mapping for each engine. ``warm``: there were hits of values that no request of this replay had stored,
     so that ``infinite_hits``, which begins empty, is no bound. ``settings``: the command's own, as people read them;
-    ``config``: see ``config_as_data``. ``verdict``: lines, the most important first.
+    ``config``: see ``config_as_data``. ``unreadable_tiers``: those of which no chunk that they said they have could be
+    read, through a fault of their store. ``verdict``: lines, the most important first.
     """
 
     workload: str
@@ -146,6 +147,7 @@ class ReplayResults:
     warm: bool = False
     settings: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    unreadable_tiers: list[str] = field(default_factory=list)
     verdict: list[str] = field(default_factory=list)
 
     def as_data(self) -> dict[str, Any]:

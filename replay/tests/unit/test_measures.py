@@ -208,3 +208,50 @@ def test_wrong_bytes_are_the_verdict_whatever_else_there_is() -> None:
     made = measured(wrong_bytes=7, interrupted=True, stats=stats())
     made.note(1.0, made.stats, 0)
     assert summed(made).verdict == ["WRONG: 7 bytes that came back are not those that were stored."]
+
+
+BUDGET = {"over_one_tier": 900, "dropped_promotions": 900, "lookups": 1000}
+
+
+def of_a_tier(own: dict[str, float], last_trouble: str = "", **figures: int):
+    """Sum up one engine with a tier of these figures."""
+    made = measured(last_troubles={"far": last_trouble} if last_trouble else {})
+    made.stats = stats(far=0)
+    made.stats["engine"]["lookups"] = 1000
+    made.stats["tiers"]["far"] |= figures | {"own": own}
+    made.note(1.0, made.stats, 0)
+    return summed(made)
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        ({"seal_failures": 205}, "205 were damaged."),
+        ({"missing": 205}, "205 were not there."),
+        ({"errors": 9}, "205 failed or came too late."),
+        (
+            {"seal_failures": 5, "missing": 150, "errors": 1},
+            "5 were damaged, 150 were not there, 50 failed or",
+        ),
+    ],
+)
+def test_a_tier_of_which_nothing_could_be_read_is_named_before_any_advice_and_fails_the_command(own, why) -> None:
+    results = of_a_tier(own, "its store's read_into failed: ValueError: bad", failed_loads=205, **BUDGET)
+    assert results.verdict[1].startswith(f"Of 205 chunks that far said it has, none could be read: {why}")
+    assert results.verdict[1].endswith("Its last warning: its store's read_into failed: ValueError: bad")
+    assert len(results.verdict) == 2, "a larger budget would bring nothing"
+    assert results.unreadable_tiers == ["far"]
+
+
+def test_a_tier_that_brings_a_part_is_named_with_the_part_and_is_no_failure() -> None:
+    results = of_a_tier({"missing": 50}, failed_loads=50, loaded_chunks=150, **BUDGET)
+    assert results.verdict[1] == "Of 200 chunks that far said it has, only 150 could be read: 50 were not there."
+    assert "budgets" in results.verdict[2]
+    assert results.unreadable_tiers == []
+
+
+@pytest.mark.parametrize(
+    ("own", "failed"), [({"missing": 7}, 7), ({}, 205), ({"errors": 3}, 0)], ids=["evicted", "late", "other calls"]
+)
+def test_values_that_were_evicted_meanwhile_or_came_too_late_do_not_fail_the_command(own, failed) -> None:
+    assert of_a_tier(own, failed_loads=failed).unreadable_tiers == []

@@ -402,3 +402,91 @@ def test_a_tier_that_is_being_closed_does_not_wait_for_its_turn(kit, keys):
     mover.store(kit.run(keys[:1]))
     stop.set()
     assert set(mover.store(kit.run(keys)).statuses) == {FAILED}
+
+
+# -- what is logged of failures
+
+
+def broken(kit, way, error, *args):
+    """Return a store that reads by this method alone, and raises this each time."""
+
+    def fail(self, *_):
+        raise error(*args)
+
+    base = kit.BatchStore if way == "read_many_into" else kit.DictStore
+    methods = {way: fail}
+    if way == "read_pieces":
+        methods["reads_in_pieces"] = lambda _self, _nbytes: True
+    return type("Broken", (base,), methods)()
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("way", ["read_into", "read_many_into", "read_pieces"])
+def test_the_first_failure_of_each_method_by_each_type_is_one_line_however_values_are_read(
+    kit, keys, caplog, way, error
+):
+    store = broken(kit, way, error, 3)
+    mover = kit.mover(store)
+    for _ in range(3):
+        moved = mover.load(kit.run(keys))
+        assert set(moved.statuses) == {FAILED}
+        assert moved.error == f"{error.__name__}: 3"
+    [line] = caplog.messages
+    assert line.startswith(f"Broken: its store's {way} failed: {error.__name__}: 3;")
+    assert "\n" not in line
+
+
+def test_writes_questions_and_removals_that_fail_have_a_line_each(kit, keys, caplog):
+    class Broken(kit.DictStore):
+        def exists(self, names):
+            raise ConnectionError("refused")
+
+        def write(self, name, src):
+            raise OSError("no")
+
+        def delete(self, names):
+            raise PermissionError("no")
+
+    store = Broken()
+    mover = kit.mover(store)
+    with pytest.raises(ConnectionError):
+        mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.float_info.max)
+    for _ in range(2):
+        mover.store(kit.run(keys))
+        mover.delete(kit.run(keys))
+    store.exists = lambda names: [False] * len(names)
+    mover.store(kit.run(keys))
+    assert [line.split(";")[0] for line in caplog.messages] == [
+        "Broken: its store's exists failed: ConnectionError: refused",
+        "Broken: its store's delete failed: PermissionError: no",
+        "Broken: its store's write failed: OSError: no",
+    ]
+
+
+# -- a store that hangs
+
+
+def test_a_call_that_does_not_return_is_named_with_its_place_once(kit, keys, caplog):
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Hangs(kit.DictStore):
+        def read_into(self, name, dst):
+            begun.set()
+            go_on.wait(60)
+            return False
+
+    mover = kit.mover(Hangs())
+    mover.log_hung(0.0)
+    loading = threading.Thread(target=mover.load, args=(kit.run(keys[:1]),))
+    loading.start()
+    assert begun.wait(60)
+    mover.log_hung(3600.0)
+    assert not caplog.messages
+    for _ in range(3):
+        mover.log_hung(0.0)
+    go_on.set()
+    loading.join(60)
+    mover.log_hung(0.0)
+    [line] = caplog.messages
+    assert line.startswith("Hangs: its store has not answered for 0 s: it is in ")
+    assert "Hangs.read_into (test_transfer_failures.py:" in line

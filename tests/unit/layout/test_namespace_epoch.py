@@ -3,7 +3,7 @@
 import pytest
 from tests.stores import DictStore
 
-from kvtiers.api import ChunkCorrupt
+from kvtiers.api import ChunkCorrupt, StoreContractError
 from kvtiers.layout.namespace_epoch import is_record, new_epoch, read_epoch, write_epoch
 from kvtiers.layout.storage_name import StorageNames, parse_name
 
@@ -59,3 +59,18 @@ def test_a_record_of_another_length_or_namespace_says_nothing():
         store.values["test/_epoch"] = content
         with pytest.raises(ChunkCorrupt):
             read_epoch(store, "test")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_store_that_says_of_every_name_that_it_is_there_is_no_damaged_record(reads):
+    class Lies(DictStore):
+        def exists(self, names):
+            return [True] * len(names)
+
+        def read_into(self, name, dst):
+            return reads
+
+    with pytest.raises(
+        StoreContractError, match=r"Lies\.exists answered True for prod/_[0-9a-f]+, which was never written"
+    ):
+        read_epoch(Lies(), "prod")

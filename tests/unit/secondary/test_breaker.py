@@ -55,7 +55,7 @@ def test_the_window_moves_on_and_its_memory_is_bounded(clock):
     for _ in range(10_000):
         clock.now += 0.01
         record(tested, 1, 1, 1, 0)
-    assert len(tested._spans) <= 32
+    assert len(tested._all._spans) <= 32
     assert tested.state is CLOSED
 
 
@@ -137,3 +137,79 @@ def test_a_tier_that_is_known_to_be_gone_trips_it_at_once_and_one_that_is_back_i
     assert not tested.wants_probe()
     tested.probe_soon()
     assert tested.wants_probe()
+
+
+def test_loads_that_fail_open_it_though_everything_else_succeeds_in_between(clock):
+    tested = breaker(clock, failures=3)
+    for _ in range(3):
+        assert tested.state is CLOSED
+        record(tested, 1, 1)
+        tested.record(ok=False, is_load=True)
+    assert tested.state is OPEN
+
+
+def test_a_rate_of_loads_that_fail_opens_it_however_many_other_calls_succeed(clock):
+    tested = breaker(clock, failures=100, error_rate=0.5, min_calls=20)
+    for number in range(20):
+        assert tested.state is CLOSED
+        record(tested, *[1] * 50)
+        tested.record(ok=number % 2 == 0, is_load=True)
+    assert tested.state is OPEN
+
+
+def test_writes_that_fail_as_often_as_loads_succeed_do_not_open_it(clock):
+    tested = breaker(clock, failures=3, error_rate=0.6, min_calls=20)
+    for _ in range(100):
+        record(tested, 0)
+        tested.record(ok=True, is_load=True)
+    assert tested.state is CLOSED
+
+
+def relapse(tested, clock):
+    """Let the probe succeed and the next load fail; return how long the probe was waited for."""
+    begin = clock.now
+    while not tested.wants_probe():
+        clock.now += 0.25
+    tested.probed(ok=True)
+    assert tested.state is CLOSED
+    record(tested, 1)
+    tested.record(ok=False, is_load=True)
+    assert tested.state is OPEN
+    return clock.now - begin
+
+
+def test_loads_that_go_on_failing_after_good_probes_are_tried_at_growing_distances(clock):
+    tested = breaker(clock, failures=3, delay=1.0, max_delay=10.0)
+    for _ in range(3):
+        tested.record(ok=False, is_load=True)
+    assert [relapse(tested, clock) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    assert tested.relapses == 6
+
+
+def test_one_load_that_succeeds_ends_the_trial(clock):
+    tested = breaker(clock, failures=3, delay=1.0)
+    for _ in range(3):
+        tested.record(ok=False, is_load=True)
+    relapse(tested, clock)
+    clock.now += 10
+    assert tested.wants_probe()
+    tested.probed(ok=True)
+    tested.record(ok=True, is_load=True)
+    assert (tested.on_trial, tested.relapses) == (False, 0)
+    tested.record(ok=False, is_load=True)
+    assert tested.state is CLOSED, "one failure of three"
+
+
+def test_its_age_is_that_of_the_outage_and_not_of_the_latest_probe(clock):
+    tested = breaker(clock, failures=1, delay=1.0)
+    clock.now += 100
+    record(tested, 0)
+    for _ in range(3):
+        clock.now += 40
+        assert tested.wants_probe()
+        tested.probed(ok=False)
+    assert tested.seconds == 120
+    clock.now += 40
+    assert tested.wants_probe()
+    tested.probed(ok=True)
+    assert tested.seconds == 0

@@ -480,3 +480,59 @@ def test_the_eviction_policy_gets_the_hints_of_a_request_and_the_length_of_its_a
         bench.manager.on_request_finished(ctx, output)
     expected = RequestHints("s", expects_turn_in=3.0)
     assert heard == [("hinted", expected), ("answered", RequestHints(output_tokens=7))]
+
+
+# -- an idle engine
+
+
+@pytest.fixture
+def idle():
+    """An engine with a tier that can be tended; how often it was."""
+    bench = Bench(tiers={"a": {}}, options=WIDE)
+    tended = []
+    bench.tier["a"].tend = lambda: tended.append(bench.clock())
+    bench.step()
+    bench.manager.tend()
+    return bench, tended
+
+
+def test_tiers_are_tended_while_no_step_comes_and_only_then(idle):
+    bench, tended = idle
+    assert not tended, "a step has just ended"
+    bench.manager.tend()
+    bench.manager.tend()
+    assert len(tended) == 2
+    bench.step()
+    bench.manager.tend()
+    assert len(tended) == 2
+    with bench.manager.lock:
+        bench.manager.tend()
+    assert len(tended) == 2, "a step is on: nothing waits for its end"
+    bench.manager.tend()
+    assert len(tended) == 3
+    bench.manager.shutdown(0.0)
+    bench.manager.tend()
+    assert len(tended) == 3
+
+
+def test_an_idle_engine_makes_one_step_when_a_tier_is_in_another_condition_so_that_its_figures_are_published(idle):
+    bench, _ = idle
+    woken = []
+    bench.manager.commands.wake = lambda: woken.append(1)
+    bench.manager.tend()
+    bench.tier["a"].available = False
+    bench.manager.tend()
+    bench.manager.tend()
+    assert len(woken) == 1
+    assert bench.manager.has_pending_work()
+    bench.step()
+    assert not bench.manager.has_pending_work()
+
+
+def test_a_tier_that_cannot_be_tended_is_not_called_by_another_thread(idle):
+    bench, _ = idle
+    tier = bench.tier["a"]
+    del tier.tend
+    tier.is_available = lambda: pytest.fail("called outside of a step")
+    bench.manager.tend()
+    bench.manager.tend()

@@ -65,3 +65,23 @@ def test_an_idle_tier_stays_what_it_was(far):
         far.second(late=20)
     assert not any(far.second() for _ in range(100))
     assert far.metrics.too_slow == 1
+
+
+def test_a_store_that_does_not_answer_at_all_is_not_called_slow_and_no_longer_wait_is_advised(far):
+    far.own |= {"silent_seconds": 17.0, "waiting_calls": 9.0}
+    (line,) = [line for _ in range(10) if (line := far.second(late=10))]
+    assert line == (
+        "far: no answer for 17 s: 9 calls wait for its store, and what it may have was computed; look whether its "
+        "backend hangs, and at the way to it"
+    )
+
+
+def test_what_was_too_slow_long_ago_in_an_idle_engine_is_not_known_any_more_and_that_is_no_line(far):
+    for _ in range(5):
+        far.second(late=20)
+    assert far.metrics.too_slow == 1
+    assert not any(far.second() for _ in range(299))
+    assert far.metrics.too_slow == 1
+    assert not far.second()
+    assert far.metrics.too_slow == 0
+    assert not far.second(late=20), "and what was counted before is not counted again"

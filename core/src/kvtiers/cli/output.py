@@ -1,5 +1,6 @@
 """Command-line output and options: tables (rich on a terminal, plain aligned text elsewhere), units, files."""
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import click
 from kvtiers.api import ConfigError
 from kvtiers.api.units import parse_size
 
-__all__ = ["file_to_write", "print_heading", "print_table", "value_bytes_option", "with_unit", "write_file"]
+__all__ = ["file_to_write", "in_words", "print_heading", "print_table", "value_bytes_option", "with_unit", "write_file"]
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "broken": "bold red"}
 _VALUE_ALIGN = 4096
@@ -71,6 +72,23 @@ def write_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def in_words(seconds: float) -> str:
+    """Return a time for people, in one or two units: "3.4 s", "2 min 3 s", "56 min", "5 h 12 min", "3 days"."""
+    if seconds < 10 or not math.isfinite(seconds):
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    minutes, hours = whole // 60, whole // 3600
+    if whole < 60:
+        return f"{whole} s"
+    if minutes < 10:
+        return f"{minutes} min {whole % 60} s" if whole % 60 else f"{minutes} min"
+    if hours < 1:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{hours} h {minutes % 60} min" if minutes % 60 else f"{hours} h"
+    return f"{hours // 24:,} days"
 
 
 def print_heading(text: str) -> None:

@@ -8,7 +8,9 @@ import click
 
 from kvtiers.api.units import format_size
 from kvtiers.cli.engines import engines
-from kvtiers.cli.output import print_heading, print_table
+from kvtiers.cli.output import in_words, print_heading, print_table
+from kvtiers.metrics import unread_chunks
+from kvtiers.tiering.tier_slot import SILENT_SECONDS
 
 __all__ = ["events_sentence", "state_of", "status", "verdict", "what_if_sentence", "writes_per_hit"]
 
@@ -27,19 +29,25 @@ Examples:
   kvtiers status --what-if
   kvtiers status --json | jq '.[].tiers'
 
+Columns: hits are chunks that requests read; tokens, theirs; saved, the time of computing them less that of loading;
+read and written, between the tier and CPU memory; never read, of what was written; queue, chunks on their way. The
+primary is the engine's CPU memory: its rows hold a chunk each.
+
 Asks every engine on this machine that runs as the same user (root asks all), by a local socket, and changes nothing.
 Exit status: 0, or 1 if there is no engine that answers."""
 )
+@click.option("--engine", "pid", type=int, metavar="PID", help="Show this engine alone.")
 @click.option("--what-if", "asks_what_if", is_flag=True, help="Show what other sizes, policies and tiers would hit.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list, one object an engine.")
 @click.pass_context
-def status(ctx: click.Context, asks_what_if: bool, as_json: bool) -> None:
+def status(ctx: click.Context, pid: int | None, asks_what_if: bool, as_json: bool) -> None:
     """Show each tier of each running engine, and whether it pays."""
-    answers = engines()
+    answers = [answer for answer in engines() if pid is None or answer["pid"] == pid]
     if as_json:
         click.echo(json.dumps(answers))
     elif not answers:
-        click.echo("no engine with kvtiers runs here as this user", err=True)
+        process = "" if pid is None else f"process {pid} of "
+        click.echo(f"no engine with kvtiers runs here as {process}this user", err=True)
     for answer in [] if as_json else answers:
         _print(answer)
         if asks_what_if:
@@ -60,10 +68,12 @@ def _print(answer: Mapping[str, Any]) -> None:
         loads = "load" if late == 1 else "loads"
         click.echo(f"  {late:,.0f} {loads} came late, computed: vLLM logs 'Recovered from KV load failure' for each")
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
-    print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
+    primary = [_primary_row(answer["figures"])] if answer.get("figures") else []
+    print_table(columns, [*primary, *(_row(name, tier) for name, tier in answer["tiers"].items())])
     for name, tier in answer["tiers"].items():
-        click.echo(f"  {name}: {verdict(tier)}")
-        for line in (tier.get("budget"), writes_per_hit(tier)):
+        sentence = verdict(tier)
+        click.echo(f"  {name}: {sentence}")
+        for line in (_trouble(tier, sentence), unread_chunks("it", tier), tier.get("budget"), writes_per_hit(tier)):
             if line:
                 click.echo(f"  {name}: {line}")
 
@@ -116,19 +126,41 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def _primary_row(figures: Mapping[str, float]) -> tuple[str, ...]:
+    hits, rows, free = (figures.get(name, 0) for name in ("primary_hits", "rows", "free_rows"))
+    return ("primary", f"{free:,.0f} of {rows:,.0f} rows free", f"{hits:,.0f} chunks", *[""] * 7)
+
+
 def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         name,
         state_of(tier),
-        f"{tier['hits']:.0f}",
-        f"{tier['tokens']:.0f}",
+        f"{tier['hits']:,.0f} chunks",
+        f"{tier['tokens']:,.0f}",
         _saved(tier),
         format_size(int(tier["loaded_bytes"])),
         format_size(int(tier["stored_bytes"])),
         format_size(int(tier["unread_bytes"])),
-        f"{tier['queue']:.0f}",
-        tier["trouble"] or "none",
+        f"{tier['queue']:,.0f}",
+        _last_trouble(tier),
     )
+
+
+def _last_trouble(tier: Mapping[str, Any]) -> str:
+    """Return when there was trouble last; what it was stands below the table."""
+    if not tier["trouble"]:
+        return "none"
+    seconds = tier.get("trouble_seconds")  # an engine that started before an upgrade does not say
+    ago = "yes" if seconds is None else f"{in_words(seconds)} ago"
+    return f"{ago}, over" if tier.get("trouble_is_over") else ago
+
+
+def _trouble(tier: Mapping[str, Any], sentence: str) -> str:
+    """Return the last trouble in one line, unless the sentence before it has it already."""
+    text = str(tier["trouble"])
+    if not text or text in sentence or ((advice := _advice(text)) and advice in sentence):
+        return ""
+    return f"last trouble ({_last_trouble(tier)}): {text}"
 
 
 def state_of(tier: Mapping[str, Any]) -> str:
@@ -141,34 +173,54 @@ def state_of(tier: Mapping[str, Any]) -> str:
         return "not open"
     if tier["breaker_state"]:
         return _BREAKER.get(int(tier["breaker_state"]), "?")
+    if _is_silent(tier):
+        return "no answer"
     # An engine that started before an upgrade does not say these.
-    states = {"full": tier.get("full"), "refusing": tier.get("refusing"), "too slow": tier.get("too_slow")}
+    states = {
+        "takes little" if tier.get("taken_meanwhile") else "full": tier.get("full"),
+        "refusing": tier.get("refusing"),
+        "too slow": tier.get("too_slow"),
+    }
     words = [word for word, holds in states.items() if holds]
     return ", ".join(words) or _BREAKER[0]
+
+
+def _is_silent(tier: Mapping[str, Any]) -> bool:
+    """Return whether nothing comes of what the tier's store was asked for."""
+    return bool(tier.get("silent_seconds", 0) >= SILENT_SECONDS)
 
 
 def _saved(tier: Mapping[str, Any]) -> str:
     """Return the seconds saved, as the engine counts them; None while it has priced no load."""
     saved = tier.get("saved_seconds")
     is_known = saved is not None and (tier.get("computing_seconds") or not tier["tokens"])
-    return f"{saved:.3g} s" if is_known else "?"
+    return in_words(saved) if saved is not None and is_known else "?"
 
 
 def verdict(tier: Mapping[str, Any]) -> str:
     """Return, in one sentence, whether a tier pays, and if not, why."""
     trouble = tier["trouble"] or "not opened yet"
+    seconds = tier.get("breaker_seconds") if tier["breaker_state"] else None
+    since = f" for {in_words(seconds)}" if seconds else " now"
     left_out = tier.get("left_out_requests", 0)  # the whole stack leaves none out
     sentences = (
         (tier["off"], f"it does nothing here: {tier['off']}"),
         (tier.get("switch") == "off", "it does nothing: an operator has switched it off; 'kvtiers ctl' switches it on"),
-        (not tier["open"] or tier["breaker_state"], f"it brings nothing now, since it cannot be used: {trouble}"),
+        (
+            not tier["open"] or tier["breaker_state"],
+            f"it brings nothing{since}, since it cannot be used: {trouble}",
+        ),
         (
             not tier["shared"],
             "its values are found by this process alone, and are lost with it; see the log's start",
         ),
+        (_is_silent(tier), f"it brings nothing: {_silence(tier)}"),
         (tier.get("too_slow"), f"it brings next to nothing: {_said(tier, 'too slow')}"),
-        (tier.get("full"), f"it takes nothing new: {_said(tier, 'full')}"),
-        (tier.get("refusing"), f"it takes only some of what is new: {_said(tier, 'refusing')}"),
+        (
+            tier.get("full"),
+            f"it takes {'little of what is' if tier.get('taken_meanwhile') else 'nothing'} new: {_not_taken(tier)}",
+        ),
+        (tier.get("refusing"), f"it takes only some of what is new: {_not_taken(tier)}"),
         (tier["hits"] and _does_not_pay(tier) and not _few_loads(tier), f"it does not pay: {_brought(tier)}"),
         (tier["hits"] and _does_not_pay(tier), f"nothing can be said yet: {_brought(tier)}"),
         (tier["hits"], f"it pays: {_brought(tier)}"),
@@ -213,6 +265,27 @@ def _said(tier: Mapping[str, Any], state: str) -> str:
     return trouble if trouble.startswith(state) else f"{state}; the log says what to do"
 
 
+def _silence(tier: Mapping[str, Any]) -> str:
+    calls = tier.get("waiting_calls", 0)
+    waiting = "1 call waits" if calls == 1 else f"{calls:,.0f} calls wait"
+    return f"no answer for {in_words(tier.get('silent_seconds', 0.0))}, {waiting}; look whether its backend hangs"
+
+
+def _not_taken(tier: Mapping[str, Any]) -> str:
+    """Return how many values were not taken, when the last one was, and what to do."""
+    advice = _advice(str(tier["trouble"])) or "the log says what to do"
+    if not (count := tier.get("not_taken")):  # an engine that started before an upgrade does not say
+        return advice
+    ago, taken = in_words(tier.get("not_taken_seconds", 0.0)), tier.get("taken_meanwhile")
+    beside = f", {taken:,.0f} were" if taken else ""
+    return f"{count:,.0f} values not taken{beside}, the last {ago} ago; {advice}"
+
+
+def _advice(trouble: str) -> str:
+    """Return what the log line of a store that does not take values says of the reason, or what to do."""
+    return trouble.partition("what it holds is read as before; ")[2]
+
+
 def _does_not_pay(tier: Mapping[str, Any]) -> bool:
     """Return whether nearly nothing was saved."""
     computing, saved = tier.get("computing_seconds") or 0.0, tier.get("saved_seconds") or 0.0
@@ -225,7 +298,7 @@ def _few_loads(tier: Mapping[str, Any]) -> bool:
 
 
 def _brought(tier: Mapping[str, Any]) -> str:
-    read = f"{tier['tokens']:.0f} tokens came from it in {tier['load_seconds']:.2g} s of reading"
+    read = f"{tier['tokens']:,.0f} tokens came from it in {in_words(tier['load_seconds'])} of reading"
     if not (computing := tier.get("computing_seconds")):
         return f"{read}; how long computing takes is not known yet, since this engine has computed no prompt"
-    return f"{read}, which this engine computes in {computing:.2g} s"
+    return f"{read}, which this engine computes in {in_words(computing)}"

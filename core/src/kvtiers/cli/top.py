@@ -17,6 +17,10 @@ _BREAKER = {0: "closed", 1: "open", 2: "probing"}
 _COLUMNS = ("tier", "state", "hits/s", "read GB/s", "write GB/s", "queue", "late/s", "breaker", "saved")
 _WIDTHS = (12, 10, 6, 9, 10, 5, 6, 7, 7)
 _WIDTH = sum(_WIDTHS) + len(_WIDTHS) - 1
+_LEGEND = (
+    "hits, queue, late: chunks (late: computed, since they did not come in time)",
+    "saved: seconds of computing, less those of loading",
+)
 _FLOWS = {"hits": "hits", "loaded_bytes": "read_bytes", "stored_bytes": "written_bytes", "wait_expired": "late_chunks"}
 """What a tier counts, and its name in a second's figures."""
 
@@ -135,10 +139,13 @@ def screen(found: Sequence[Mapping[str, Any]], clock: str = "") -> list[str]:
     for engine in found:
         lines.append(_headline(f"{engine['engine']}, process {engine['pid']}: {engine['model']}", clock))
         clock = ""
-        lines += [f"  {_summary(engine)}"[:_WIDTH], _line(_COLUMNS)]
+        lines.append(f"  {_summary(engine)}"[:_WIDTH])
+        if engine["step_share"] is not None:
+            lines.append(f"  kvtiers takes {_percent(engine['step_share'])} of the time of the engine's thread")
+        lines.append(_line(_COLUMNS))
         lines += [_line(_cells(name, tier)) for name, tier in engine["tiers"].items()] or ["  no tiers"]
         lines.append("")
-    return lines[:-1]
+    return [*lines, *_LEGEND]
 
 
 def _headline(text: str, clock: str) -> str:
@@ -150,8 +157,6 @@ def _summary(engine: Mapping[str, Any]) -> str:
     parts = [] if so_far is None else [f"hits {_percent(rate)} now, {_percent(so_far)} in all"]
     if engine["rows"] is not None:
         parts.append(f"{engine['free_rows']:,.0f} of {engine['rows']:,.0f} rows free")
-    if engine["step_share"] is not None:
-        parts.append(f"{_percent(engine['step_share'])} of the thread")
     return ", ".join(parts) or "tiers under the engine's own tiering"
 
 

@@ -6,7 +6,7 @@ A store that answers for one name a call is asked for the end of a prefix by bis
 
 from collections.abc import Sequence
 
-from kvtiers.api import ChunkStore, OffloadKey, StoreContractError
+from kvtiers.api import ChunkStore, OffloadKey
 from kvtiers.api.answers import present_each
 from kvtiers.host.store_calls import Attempts, KnownNames, StoreLog
 from kvtiers.layout.storage_name import StorageNames
@@ -49,13 +49,10 @@ class Presence:
     def exist(self, names: Sequence[str], give_up_at: float) -> tuple[list[bool], int]:
         """Ask in one call which of these names are there, and remember it; return the answers and how many retries."""
         store = self._store
-        try:
+        with self._store_log.watched("exists", ends=False):
             there, retries = self._attempts.call(
                 lambda: present_each(store, names, store.exists(names)), give_up_at=give_up_at
             )
-        except StoreContractError as error:
-            self._store_log.log_breach(error)
-            raise
         self._known.learn(name for name, answer in zip(names, there, strict=True) if answer)
         self._known.forget(name for name, answer in zip(names, there, strict=True) if not answer)
         return there, retries

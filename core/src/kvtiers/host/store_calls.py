@@ -10,18 +10,24 @@ a store waits until the bucket is out of debt. A call that moves no value, as a 
 alone: behind the bytes of loads, one request's loads would hold up the answer to another one.
 
 The names that a store holds are remembered, so that N replicas do not write the same system prompt N times. What its
-plugin does wrong is logged, once for each method, and once that it has no room.
+plugin does wrong is logged, once for each method; that it has no room, once; and the first failure of each method by
+each type of exception. All others are counted alone.
 """
 
 import logging
+import math
+import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import TypeVar
 
-from kvtiers._failures import error_message, error_text
+from kvtiers._failures import error_message, error_text, plugin_boundary
 from kvtiers.api import (
     ChunkStore,
     RateLimit,
@@ -38,7 +44,7 @@ from kvtiers.api.answers import found, found_each, kept_each
 from kvtiers.host.messages import Status, drop_oldest
 from kvtiers.layout.seal import PayloadHash
 
-__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls", "StoreLog"]
+__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls", "StoreLog", "plugin_place"]
 
 _log = logging.getLogger("kvtiers.secondary")
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
@@ -50,6 +56,8 @@ _LONGEST_PAUSE = 2.0
 _BURST_SECONDS = 1.0  # so much of an unused rate is kept
 _T = TypeVar("_T")
 _MOST_KNOWN = 65_536
+_CORE = f"{Path(__file__).parents[1]}{os.sep}"
+_HUNG = "hung"  # in place of an exception's name
 _Source = TypeVar("_Source")
 
 
@@ -260,6 +268,15 @@ class Attempts:
         self._limiter = limiter
         self._stop = stop
         self._clock = clock
+        self._running: dict[int, float] = {}
+        """When the call began that a thread is in, by the thread's ident; infinite once it has been looked at."""
+
+    def hung(self, seconds: float) -> list[int]:
+        """Return the idents of the threads that have been in one call for so long; each call once. From any thread."""
+        latest = self._clock() - seconds
+        found = [ident for ident, began in self._running.copy().items() if began <= latest]
+        self._running.update((ident, math.inf) for ident in found)
+        return found
 
     def call(
         self, call: Callable[[], _T], *, give_up_at: float, nbytes: int = 0, urgent: bool = True
@@ -273,7 +290,7 @@ class Attempts:
             if not self._limiter.wait(nbytes, urgent=urgent, give_up_at=give_up_at):
                 raise NoTimeLeft("no turn under the rate limit before the deadline")
             try:
-                return call(), attempt
+                return self._made(call), attempt
             except StoreContractError:  # whatever a store calls transient: asked again, it would answer the same
                 raise
             except self._transient:
@@ -282,6 +299,14 @@ class Attempts:
                 if last or self._stop.wait(pause):
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _made(self, call: Callable[[], _T]) -> _T:
+        ident = threading.get_ident()
+        self._running[ident] = self._clock()
+        try:
+            return call()
+        finally:
+            self._running.pop(ident, None)
 
 
 class KnownNames:
@@ -325,7 +350,7 @@ class KnownNames:
 
 
 class StoreLog:
-    """Log lines about one store, each of them once: that it has no room, and how its plugin breaks the contract.
+    """Log lines about one store, each of them once: no room, a breach of the contract, the first of each failure.
 
     ``label``: the tier's name in them.
     """
@@ -333,7 +358,15 @@ class StoreLog:
     def __init__(self, label: str) -> None:
         self._label = label
         self._logged_methods: set[str] = set()
+        self._logged_failures: set[tuple[str, str]] = set()
         self._was_full = False
+
+    def watched(self, method: str, *, ends: bool = True) -> "_WatchedCall":
+        """Return the boundary for a call of this method of the store, which logs what the call raises.
+
+        ``ends``: it goes no further; False: it is for the caller.
+        """
+        return _WatchedCall(self, method, ends=ends)
 
     def log_breach(self, error: StoreContractError) -> None:
         """Log a breach of the contract, once for each method of the store."""
@@ -342,6 +375,20 @@ class StoreLog:
             # Its text: a handler that keeps the record would keep the error's traceback, and so the store's views.
             _log.error("%s: a bug of the tier's plugin: %s", self._label, str(error), extra={"once": True})
 
+    def log_failure(self, method: str, error: BaseException) -> None:
+        """Log what a method of the store has raised, once for each method and type of exception."""
+        if (kind := (method, type(error).__name__)) not in self._logged_failures:
+            self._logged_failures.add(kind)
+            text = "%s: its store's %s failed: %s; further failures of this kind are counted (errors), not logged"
+            _log.warning(text, self._label, method, error_text(error), extra={"once": True})
+
+    def log_hung(self, seconds: float, ident: int) -> None:
+        """Log, once for each place, in which call of the store a thread has been for so long."""
+        if (place := plugin_place(ident)) and (_HUNG, place) not in self._logged_failures:
+            self._logged_failures.add((_HUNG, place))
+            text = "%s: its store has not answered for %g s: it is in %s"
+            _log.warning(text, self._label, seconds, place, extra={"once": True})
+
     def log_full(self, nbytes: int, reason: str) -> None:
         """Log that the store has no room for a value of this length: for now, or at all. ``reason``: what it says."""
         if not self._was_full:
@@ -349,3 +396,40 @@ class StoreLog:
             why = reason or "write_many returned False for it"
             text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
             _log.warning(text, self._label, nbytes, why, extra={"once": True})
+
+
+class _WatchedCall(plugin_boundary):
+    """A plugin boundary around one call of a store: what ends it is logged, once for each method and type."""
+
+    __slots__ = ("_ends", "_log", "_method")
+
+    def __init__(self, log: StoreLog, method: str, *, ends: bool) -> None:
+        super().__init__(exits=True)  # sys.exit() in a store fails its call, not the thread
+        self._log, self._method, self._ends = log, method, ends
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is None:
+            return False
+        if isinstance(error, StoreContractError):
+            self._log.log_breach(error)
+            self.error = str(error)
+        elif isinstance(error, NoTimeLeft):
+            self.error = str(error)
+        else:
+            self._log.log_failure(self._method, error)
+            self.error = error_text(error)
+        return self._ends
+
+
+def plugin_place(ident: int) -> str:
+    """Return which function of a plugin's this thread is in, the one that core has called; "" for none."""
+    # A frame that is looked at holds its views if its call returns just then: once a call, and never for long.
+    place, frame = "", sys._current_frames().get(ident)  # noqa: SLF001 -- documented, and as a debugger does it
+    while frame is not None:  # the innermost first: what is left at the end is what core has called
+        code = frame.f_code
+        if not code.co_filename.startswith(_CORE) and code.co_filename != threading.__file__:
+            place = f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return place

@@ -85,7 +85,7 @@ class StoreOpener:
         if problem := TenantQuotas.problem(store, options.quotas):
             close_store(store, self._label)
             return None, problem
-        with plugin_boundary() as first_use:
+        with plugin_boundary(exits=True) as first_use:
             epoch = read_epoch(store, names.namespace)
             self._read_tenant_keys(keys, names.namespace)
             self._record.compare(store, names, keys)
@@ -145,7 +145,7 @@ class StoreOpener:
 
 def close_store(store: ChunkStore, label: str) -> None:
     """Close a store; what its plugin raises is a line of the log."""
-    with plugin_boundary() as closing:
+    with plugin_boundary(exits=True) as closing:
         store.close()
     if closing.error:
         _log.warning("%s: its close() failed: %s", label, closing.error)

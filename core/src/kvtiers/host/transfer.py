@@ -4,7 +4,6 @@ Runs on the pool's threads, in the tier's host or in the engine's process. Whate
 status of a value here: an exception, other bytes than were stored, a buffer that was kept.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -172,6 +171,11 @@ class ValueMover:
         """Make calls under another rate limit from now on."""
         self._limiter.set(limit)
 
+    def log_hung(self, seconds: float) -> None:
+        """Log which calls of the store have not returned for so long, each once. From any thread."""
+        for ident in self._attempts.hung(seconds):
+            self._store_log.log_hung(seconds, ident)
+
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
         return self._move_named(run, Status.MISSING, self._load)
@@ -267,7 +271,7 @@ class ValueMover:
                 moved.error = "no time left"
                 break
             self._known.forget(some)  # also if it fails: it may have been removed all the same
-            with plugin_boundary() as store:
+            with self._store_log.watched("delete") as store:
                 _, retries = self._attempts.call(partial(self._store.delete, some), give_up_at=run.give_up_at)
                 moved.retries += retries
             if store.error:
@@ -378,15 +382,16 @@ class ValueMover:
             for value, own in zip(values, views.own(rows, sizes), strict=True):
                 self._seal(run.names, views, value, own)
                 self._worked(value.payload)
+        method = self._calls.method(is_load=is_load)
         loan = views.borrow(rows, sizes, readonly=not is_load)
         # The views are in no variable here: it would keep the exporter when the store has dropped it.
         found: list[bool] | None = None
         taken: list[Status] | None = None
         if is_load:
-            found = self._call(moved, run, values, self._calls.read(names, [*loan.views]), is_load=True)
+            found = self._call(moved, run, values, self._calls.read(names, [*loan.views]), method, is_load=True)
         else:
-            taken = self._call(moved, run, values, self._calls.write(names, [*loan.views]), is_load=False)
-        if not self._taken_back(moved, [loan], self._calls.method(is_load=is_load)):
+            taken = self._call(moved, run, values, self._calls.write(names, [*loan.views]), method, is_load=False)
+        if not self._taken_back(moved, [loan], method):
             return False
         if found is not None:
             judged = zip(names, rows, views.own(rows, sizes), payloads, keys, found, strict=True)
@@ -424,7 +429,7 @@ class ValueMover:
         self._worked(value.payload)
         loans = views.borrow_parts(*place)
         call = self._calls.write_parts(value.name, [view for loan in loans for view in loan.views])
-        answers = self._call(moved, run, [value], call, is_load=False)
+        answers = self._call(moved, run, [value], call, "write_parts", is_load=False)
         del call
         if not self._taken_back(moved, loans, "write_parts") or answers is None:
             return False
@@ -464,7 +469,7 @@ class ValueMover:
             views.table.unland(value.row)  # another tier's host may have landed it, and died
             loans = views.borrow_parts(*place, readonly=False)
             call = self._calls.read_parts(value.name, [view for loan in loans for view in loan.views])
-            answers = self._call(moved, run, [value], call, is_load=True)
+            answers = self._call(moved, run, [value], call, "read_parts_into", is_load=True)
             del call
             if not self._taken_back(moved, loans, "read_parts_into"):
                 held.is_kept = True
@@ -485,7 +490,7 @@ class ValueMover:
         """Load one value that the store does not get a view for."""
         [view] = views.own([value.row], [value.nbytes])
         call = self._calls.read_pieces(value.name, view, value.payload, hashes=self._keys is None)
-        answers = self._call(moved, run, [value], call, is_load=True)
+        answers = self._call(moved, run, [value], call, "read_pieces", is_load=True)
         if answers is None:
             return False
         [hashed] = answers
@@ -498,19 +503,20 @@ class ValueMover:
         return True
 
     def _call(
-        self, moved: Moved, run: ValueRun, values: Sequence[_Value], call: Callable[[], list[_Answer]], *, is_load: bool
+        self,
+        moved: Moved,
+        run: ValueRun,
+        values: Sequence[_Value],
+        call: Callable[[], list[_Answer]],
+        method: str,
+        *,
+        is_load: bool,
     ) -> list[_Answer] | None:
         """Call the store; None if it failed, or did not answer for each of these values."""
         nbytes = sum(value.nbytes for value in values)
-        try:
-            with plugin_boundary(StoreContractError) as store:
-                answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
-        except StoreContractError as error:
-            self._store_log.log_breach(error)
-            moved.error = str(error)
-            return None
-        finally:
-            self._worked(nbytes)
+        with self._store_log.watched(method) as store:
+            answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
+        self._worked(nbytes)
         if store.error:
             moved.error = store.error
             return None
@@ -563,5 +569,5 @@ class ValueMover:
         return Status.CORRUPT if verdict is SealVerdict.CORRUPT else missing
 
     def _delete(self, names: Sequence[str]) -> None:
-        with contextlib.suppress(Exception):  # the values are counted as misses already
+        with self._store_log.watched("delete"):  # the values are counted as misses already
             self._store.delete(names)

@@ -17,6 +17,7 @@ of its views any more.
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from kvtiers.host.layout_record import LayoutRecord
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
 from kvtiers.host.quotas import TenantQuotas
+from kvtiers.host.store_calls import StoreLog
 from kvtiers.host.store_opening import OpenStore, StoreOpener, close_store
 from kvtiers.host.transfer import MoverOptions, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
@@ -43,6 +45,7 @@ __all__ = ["TransferPool", "mover_options"]
 _log = logging.getLogger("kvtiers.secondary")
 _KEPT_SECONDS = 0.05  # how often kept buffers are checked for their release
 _LEAST_CLOSE_SECONDS = 0.1
+_HUNG_SECONDS = 10.0  # of one call of the store, or of its opening
 
 
 class TransferPool:
@@ -92,6 +95,9 @@ class TransferPool:
         self._kept: list[PoolJob] = []
         self._kept_lock = threading.Lock()
         self._opened: OpenStore | None = None
+        self._opening_since = time.monotonic()
+        """When the opening began that is on; infinite between two, and once it has been looked at."""
+        self._store_log = StoreLog(label)
         self._life = threading.Lock()  # of ``_workers`` and ``_opened``, between the opening thread and ``close``
         self._numbers = itertools.count(1)
         self._workers = [self._thread(0, self._open_and_work, open_store)]
@@ -156,10 +162,20 @@ class TransferPool:
             self._go_on_with_fewer(problem)
 
     def stats(self) -> dict[str, float]:
-        """Return the queues' lengths, and the store's own figures as of a second ago."""
+        """Return the queues' lengths, and the store's own figures as of a second ago; called once a second."""
+        self._log_hung()
         quotas = self._quotas
         own = self._prober.figures if quotas is None else self._prober.figures | {"quota_deleted": quotas.deleted}
         return own | {"queued_loads": self._queue.loads, "queued_stores": self._queue.stores}
+
+    def _log_hung(self) -> None:
+        """Log where the store hangs, before the engine ends this host for it: that knows no method's name."""
+        seconds = min(_HUNG_SECONDS, self._deadline / 2)
+        if self._opened is not None:
+            self._opened.mover.log_hung(seconds)
+        elif time.monotonic() - self._opening_since >= seconds and (ident := self._workers[0].ident) is not None:
+            self._opening_since = math.inf
+            self._store_log.log_hung(seconds, ident)
 
     @property
     def _others(self) -> int:
@@ -233,8 +249,10 @@ class TransferPool:
     def _open_and_work(self, open_store: Callable[[], ChunkStore]) -> None:
         pause, longest = self._reopen
         while (error := self._open(open_store)) and not self._stop.is_set():
+            self._opening_since = math.inf
             self._emit(Opened(error))
             self._stop.wait(pause)
+            self._opening_since = time.monotonic()
             pause = min(2 * pause, longest)
         del open_store  # it refers to the region, which must not outlive the pool
         if not error:

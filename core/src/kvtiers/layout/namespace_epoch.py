@@ -12,7 +12,7 @@ import mmap
 import re
 import secrets
 
-from kvtiers.api import ChunkCorrupt, ChunkStore
+from kvtiers.api import ChunkCorrupt, ChunkStore, StoreContractError
 from kvtiers.api.answers import found, present_each
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 
@@ -47,12 +47,20 @@ def read_epoch(store: ChunkStore, namespace: str) -> str:
         return ""
     record = memoryview(mmap.mmap(-1, _RECORD_BYTES))  # on a page of its own, as a value in a row
     if not found(store, "read_into", store.read_into(name, record)):
-        raise ChunkCorrupt(f"{name} {_SAYS_NOTHING}")
+        raise _says_nothing(store, namespace)
     epoch = bytes(record[:_EPOCH_BYTES]).decode("latin-1")
     sound = check_value(record, _EPOCH_BYTES, name, _NO_LAYOUT) is SealVerdict.OK
     if not (sound and _EPOCH.fullmatch(epoch)):
-        raise ChunkCorrupt(f"{name} {_SAYS_NOTHING}")
+        raise _says_nothing(store, namespace)
     return epoch
+
+
+def _says_nothing(store: ChunkStore, namespace: str) -> Exception:
+    """Return the error for a record that says nothing: damage, unless the store says of every name that it is there."""
+    never = f"{namespace}/_{secrets.token_hex(8)}"
+    if present_each(store, [never], store.exists([never]))[0]:
+        return StoreContractError(store, "exists", f"answered True for {never}, which was never written")
+    return ChunkCorrupt(f"{namespace}{_NAME} {_SAYS_NOTHING}")
 
 
 def write_epoch(store: ChunkStore, namespace: str, epoch: str) -> None:

@@ -14,6 +14,7 @@ from kvtiers.metrics.counts import (
     TierMetrics,
     budget_advice,
     help_texts,
+    unread_chunks,
     what_if_figures,
 )
 from kvtiers.metrics.exposition import Described, Found, described, export, families, name_of_own
@@ -38,5 +39,6 @@ __all__ = [
     "families",
     "help_texts",
     "name_of_own",
+    "unread_chunks",
     "what_if_figures",
 ]

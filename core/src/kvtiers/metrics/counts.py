@@ -121,7 +121,7 @@ class TierMetrics(_Metrics):
     running_jobs: int = _figure("Jobs of the tier in flight.")
     loading_chunks: int = _figure("Chunks being loaded, or reserved for a load: the tier's queue.")
     out_of_use: int = _figure("1: the tier reported jobs or chunks that it was never given, and is no longer used.")
-    too_slow: int = _figure("1: the tier's loads would land too late, so the chunks are computed.")
+    too_slow: int = _figure("1: the tier's answers and loads come too late, so the chunks are computed.")
     switched_off: int = _figure("1: an operator has switched the tier off.")
     switched_read_only: int = _figure("1: an operator has switched the tier to read-only.")
     cancelled_loads: int = _figure("Chunks whose load was cancelled, since an operator has switched the tier off.")
@@ -207,6 +207,7 @@ _ADVICE = {
 }
 BUDGET_FIGURES = tuple(_ADVICE)
 """Those of a tier's figures that name a budget."""
+_UNREAD = 0.05  # of the chunks that a tier said it has: a few are evicted by their store, or come too late
 _COSTS_HITS = 0.01  # of the chunks asked for: fewer are no reason to change anything
 
 
@@ -223,6 +224,26 @@ def budget_advice(figures: Mapping[str, Any], asked: float) -> str:
         f"'budgets.{most.removeprefix('over_')}' costs hits: {over[most]:,.0f} chunks got no row or were not sent; "
         f"{_ADVICE[most]}, or raise 'primary.capacity'"
     )
+
+
+def unread_chunks(name: str, figures: Mapping[str, Any]) -> str:
+    """Return how many of the chunks that a tier said it has were not loaded, and why, in one line; "": next to none.
+
+    ``figures``: ``loaded_chunks`` and ``failed_loads``, of which ``seal_failures`` were damaged and ``missing`` not
+    there. ``name``: the tier's, or "it".
+    """
+    loaded, failed = figures.get("loaded_chunks", 0), figures.get("failed_loads", 0)
+    if not failed or failed < _UNREAD * (loaded + failed):
+        return ""
+    damaged, missing = figures.get("seal_failures", 0), figures.get("missing", 0)
+    reasons = {
+        "were damaged": damaged,
+        "were not there": missing,
+        "failed or came too late": max(0, failed - damaged - missing),
+    }
+    why = ", ".join(f"{count:,.0f} {reason}" for reason, count in reasons.items() if count)
+    read = f"only {loaded:,.0f} could be read" if loaded else "none could be read"
+    return f"of {loaded + failed:,.0f} chunks that {name} said it has, {read}: {why}"
 
 
 CLIENT_TIER_FIGURES = (
@@ -242,6 +263,7 @@ TIER_HELP: Mapping[str, str] = {
     **help_texts(TierMetrics),
     "already_present": "Values not written, since the store had them already.",
     "breaker_opened": "Times that the breaker opened.",
+    "breaker_seconds": "Seconds since the breaker opened, or since the tier is in use again.",
     "breaker_state": "The breaker's state: 0 in use, 1 out of use, 2 being tried.",
     "dropped_full": "Values dropped since the store was full.",
     "dropped_queue": "Values dropped since too many were waiting to be written.",
@@ -249,22 +271,27 @@ TIER_HELP: Mapping[str, str] = {
     "dropped_refused": "Values dropped since a part of the store did not answer, or did not take them.",
     "dropped_shutdown": "Values dropped since the engine ended before their turn.",
     "errors": "Calls of the store that failed.",
-    "full": "1: the tier's store accepts no more values; the log says what to do.",
+    "full": "1: the tier's store did not take values in the last five minutes; the log says what to do.",
     "host_starts": "Times that a host of the tier was started.",
     "hosts": "The tier's hosts (helper processes).",
     "hosts_open": "The tier's hosts in which the store is open.",
     "lookup_questions": "Lookups that the tier has answered, each of chunks of one prefix.",
     "lookup_seconds": "Seconds from lookups to their answers.",
     "missing": "Values that were absent when they were read, though a lookup had found them.",
+    "not_taken": "Values that the store has not taken since it is full, or refuses some; 0 while it is neither.",
+    "not_taken_seconds": "Seconds since the store last did not take a value, while it is full or refuses some.",
     "open": "1: the tier's store is open.",
     "open_probes": "Questions in flight about what the store has.",
     "queued_loads": "Parts of load jobs that wait for a thread.",
     "queued_stores": "Parts of store jobs that wait for a thread.",
     "quota_deleted": "Values deleted since their tenant had no room under its quota.",
-    "refusing": "1: the tier's store takes some values and refuses others; the log says why.",
+    "refusing": "1: the tier's store refused some values in the last five minutes; the log says why.",
     "retries": "Calls of the store repeated after a transient error.",
     "seal_failures": "Values whose bytes were not those that were stored.",
+    "silent_seconds": "Seconds in which the store did nothing of what it was asked for, while calls wait for it.",
     "storing_chunks": "Chunks being stored in the tier.",
+    "taken_meanwhile": "Values that the store has taken since it is full, or refuses some; 0 while it is neither.",
+    "waiting_calls": "Jobs and questions that wait for the store.",
 }
 """The help texts of a tier's figures: the manager's, and what tiers that are made of a store count themselves."""
 

@@ -72,6 +72,8 @@ class ChunkStoreTier(EventTier):
         self._dropped: dict[int, TransferJob] = {}
         """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
+        self._heard_at = clock()
+        """When the store last did what it was asked for, or had nothing to do and then was asked."""
         self._is_ending = False
         """It is being closed, or jobs have been dropped: a host that ends, or is killed for it, is not worth a line."""
 
@@ -162,6 +164,15 @@ class ChunkStoreTier(EventTier):
             self._probe_when_due()
         self._hosts.flush()
 
+    def tend(self) -> None:
+        """Do what a step does for the tier itself, while no step comes; between any two other calls, from any thread.
+
+        So a breaker's probe is sent and answered, and a host that has ended or opened its store is noticed. What has
+        become of jobs waits for ``poll``.
+        """
+        self._handle_events()
+        self.on_schedule_end()
+
     def drain(self, timeout: float) -> bool:
         """Let all jobs end; drop what has not begun within ``timeout`` seconds, and log how much was not done."""
         unfinished = self._hosts.jobs() | self._dropped
@@ -231,13 +242,22 @@ class ChunkStoreTier(EventTier):
         self._counts.store_queue = store_queue
 
     def stats(self) -> dict[str, float]:
-        """Return the tier's own figures."""
+        """Return the tier's own figures. From any thread."""
+        waiting = self._waiting
+        watch = self._full if self._full.holds else self._refusing
+        dropping = watch.holds
         return (
             self._hosts.stats()
             | self._counts.figures
             | {
                 "breaker_state": int(self._breaker.state),
                 "breaker_opened": self._breaker.opened,
+                "breaker_seconds": self._breaker.seconds,
+                "waiting_calls": waiting,
+                "silent_seconds": max(0.0, self._clock() - self._heard_at) if waiting else 0.0,
+                "not_taken": watch.dropped if dropping else 0,
+                "not_taken_seconds": watch.seconds if dropping else 0.0,
+                "taken_meanwhile": watch.written if dropping else 0,
                 "open": int(self._open if self._has_heard else self._hosts.open_state() == ""),
                 "full": int(self._full.holds),
                 "refusing": int(self._refusing.holds),
@@ -250,6 +270,11 @@ class ChunkStoreTier(EventTier):
 
     # -- inside: jobs and questions out
 
+    @property
+    def _waiting(self) -> int:
+        """Jobs and questions that wait for the store."""
+        return self._hosts.in_flight + self._lookups.open_probes + (self._probe_until is not None)
+
     def _submit(self, job: TransferJob, room: int) -> None:
         keys = job.keys[:room]
         overwrites = self._suspects.among(keys) if self._suspects.keys and not job.is_promotion else b""
@@ -258,6 +283,8 @@ class ChunkStoreTier(EventTier):
     def _send(self, inflight: InflightJob, overwrites: bytes = b"") -> None:
         job, keys = inflight.job, inflight.keys
         self._counts.begin(inflight)
+        if not self._waiting:
+            self._heard_at = self._clock()
         if not keys or not self._hosts.send_job(inflight, overwrites):
             self._counts.refuse(inflight)
             self._events.append(JobResult(job.job_id, success=False))
@@ -265,11 +292,15 @@ class ChunkStoreTier(EventTier):
                 self._lookups.lost(job.keys)
 
     def _send_probe(self, probe_id: int, keys: Sequence[OffloadKey], is_prefix: bool) -> bool:
+        if self._waiting <= 1:  # this one
+            self._heard_at = self._clock()
         return self._hosts.send_probe(probe_id, keys, is_prefix=is_prefix)
 
     def _probe_when_due(self) -> None:
         now = self._clock()
         if self._open and self._breaker.wants_probe():
+            if not self._waiting:
+                self._heard_at = now
             self._probe_id = next(self._probe_ids)
             self._probe_until = now + self._deadline
             key = _PROBE_KEY + self._probe_id.to_bytes(8, "big")
@@ -314,6 +345,8 @@ class ChunkStoreTier(EventTier):
             self.warn_unusable(error)
 
     def _probed(self, probe_id: int, answers: bytes, error: str) -> None:
+        if not error:
+            self._heard_at = self._clock()
         if probe_id == self._probe_id:
             self._end_probe(ok=not error)
         elif error:
@@ -330,16 +363,19 @@ class ChunkStoreTier(EventTier):
         self._breaker.probed(ok=ok)
         if ok:
             self._lookups.clear()
-            self._hosts.log(logging.WARNING, f"{self._name}: answers again; back in use")
+            if not self._breaker.relapses:  # else its loads are still to succeed
+                self._hosts.log(logging.WARNING, f"{self._name}: answers again; back in use")
 
     def _note_failed(self, job: InflightJob, error: str) -> None:
         """Count a job as failed whose result is still to come; what it was to load is a miss."""
         if job.job.is_promotion and job.generation == self._generation:
             self._lookups.lost(job.job.keys)
-        self._note_error(error)
+        self._note_error(error, is_load=job.job.is_promotion)
 
     def _job_done(self, inflight: InflightJob) -> None:
         job, result, statuses = inflight.job, inflight.result(), inflight.statuses
+        if Status.FAILED not in statuses:
+            self._heard_at = self._clock()
         damaged = self._counts.end(inflight, success=result.success)
         if job.job_id in self._dropped:
             self._dropped_results.append(result)
@@ -351,9 +387,9 @@ class ChunkStoreTier(EventTier):
         # A job reported as failed is counted already, whatever became of it later.
         if not (inflight.failed_in_use or inflight.to_release):
             if not result.success and Status.FAILED in statuses:
-                self._note_error(inflight.error)
+                self._note_error(inflight.error, is_load=job.is_promotion)
             else:
-                self._breaker.record(ok=True)
+                self._note_success(is_load=job.is_promotion)
         if inflight.is_delete:
             self._forget(job.keys)
         elif inflight.generation == self._generation:
@@ -383,10 +419,25 @@ class ChunkStoreTier(EventTier):
             fine = set(good)
             self._lookups.lost(key for key in job.keys if key not in fine)
 
-    def _note_error(self, error: str) -> None:
+    def _note_success(self, *, is_load: bool) -> None:
+        breaker = self._breaker
+        has_relapsed = breaker.relapses > 0
+        breaker.record(ok=True, is_load=is_load)
+        if has_relapsed and not breaker.relapses:
+            self._hosts.log(logging.WARNING, f"{self._name}: its loads succeed again; back in use")
+
+    def _note_error(self, error: str, *, is_load: bool = False) -> None:
         self._counts.figures["errors"] += 1
-        was = self._breaker.state
-        self._breaker.record(ok=False)
-        if was is not self._breaker.state:
-            text = f"{self._name}: taken out of use after {error or 'errors'}; it is probed until it answers"
-            self._hosts.log(logging.WARNING, text)
+        breaker, error = self._breaker, error or "errors"
+        was = breaker.state
+        breaker.record(ok=False, is_load=is_load)
+        if was is breaker.state:
+            return
+        if not breaker.relapses:
+            text = f"taken out of use after {error}; it is probed until it answers"
+        elif breaker.relapses == 1:  # the others are not logged: it would be two lines for every few loads, for ever
+            text = f"taken out of use again after {error}: it answers questions, but its loads fail; from now on "
+            text += "loads are tried now and then, without a line, until one succeeds"
+        else:
+            return
+        self._hosts.log(logging.WARNING, f"{self._name}: {text}")

@@ -3,6 +3,7 @@
 The tier decides by them what it sends and what it logs; nothing here sends, waits or logs. Engine's thread.
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,6 +16,7 @@ LEAST_STORE_QUEUE = 1024
 """Values that may wait to be written with ``store_queue: auto``, however slow the store is."""
 _PERIOD_SECONDS = 5.0
 _ROWS_SHARE = 8  # of the primary's rows: half of the default of budgets.one_tier
+_KNOWN_SECONDS = 300.0  # so long ago it may have been that a store did not take a value for it to be called full
 _QUIET_SECONDS = 30.0  # for so long it must have dropped nothing: at its limit a store takes some values and drops some
 _FIGURES = (
     "seal_failures",
@@ -105,25 +107,44 @@ class DropWatch:
     def __init__(self, name: str, state: str, was: str, clock: Callable[[], float]) -> None:
         self._name, self._state, self._was = name, state, was
         self._clock = clock
-        self._dropped = 0
-        self._last = 0.0
-        self.holds = False
+        self._last = -math.inf
+        self._is_said = False
+        self.dropped = self.written = 0
+        """Values since the line that says that it began."""
+
+    @property
+    def holds(self) -> bool:
+        """Return whether it does not take values, as far as is known: it is not asked while there is nothing to store.
+
+        So an idle engine is not in trouble for ever: what was so five minutes ago may be over. From any thread.
+        """
+        return self._is_said and self.seconds < _KNOWN_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it last did not take a value."""
+        return self._clock() - self._last
 
     def stored(self, written: int, dropped: int, why: str) -> str:
         """Record how many of a job's values were written and dropped; return a line for the log, or "" for none.
 
         ``why``: the reason, or what to do.
         """
+        if not (self._is_said or dropped):
+            return ""
+        if not self._is_said:
+            self.dropped = self.written = 0
+        self.dropped += dropped
+        self.written += written
         if dropped:
             self._last = self._clock()
-            self._dropped = self._dropped + dropped if self.holds else dropped
-            began, self.holds = not self.holds, True
+            began, self._is_said = not self._is_said, True
             if began:
                 return (
                     f"{self._name}: {self._state}: its store has not taken {dropped} values; what it holds is read as "
                     f"before; {why}"
                 )
-        elif self.holds and written and self._clock() - self._last >= _QUIET_SECONDS:
-            self.holds = False
-            return f"{self._name}: takes values again; {self._dropped} were dropped while {self._was}"
+        elif written and self.seconds >= _QUIET_SECONDS:
+            self._is_said = False
+            return f"{self._name}: takes values again; {self.dropped} were dropped while {self._was}"
         return ""

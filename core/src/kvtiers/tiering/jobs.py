@@ -215,16 +215,16 @@ class JobTable:
     # -- inside
 
     def _handle(self, slot: TierSlot, events: Sequence[TierEvent]) -> None:
-        failed: dict[Running, None] = {}  # those that come one after the other: one line in the log
+        failed: dict[Running, str] = {}  # those that come one after the other: one line in the log
         has_ended = False
         for event in events:
             if isinstance(event, JobFailed):
                 running = self._job_of(slot, event.job_id)
                 if running is not None and not running.failed_in_use:
-                    failed[running] = None
+                    failed[running] = event.error
                 continue
             if failed:
-                self._give_up(slot, list(failed), "failed")
+                self._give_up(slot, list(failed), _failed(failed.values()))
                 failed.clear()
             if isinstance(event, JobStarted):
                 self._start(slot, event.job_id)
@@ -236,7 +236,7 @@ class JobTable:
                     self._give_up(slot, live, "were given up")
                     break
         if failed:
-            self._give_up(slot, list(failed), "failed")
+            self._give_up(slot, list(failed), _failed(failed.values()))
         if has_ended:
             slot.rate.look_ends(self._clock())
 
@@ -397,3 +397,9 @@ class JobTable:
         if notify is not None:
             for running in jobs:
                 notify(running.job.job_id)
+
+
+def _failed(errors: Iterable[str]) -> str:
+    """Return that jobs have failed, and why the first of them did that says so."""
+    error = next(filter(None, errors), "")
+    return f"failed ({error})" if error else "failed"

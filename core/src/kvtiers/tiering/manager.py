@@ -6,7 +6,8 @@
     store  gpu/worker -> primary/tier -> cascade -> secondary/store_tier -> host/process
 
 One thread at a time: the caller holds ``manager.lock`` from its first call of a step to ``on_schedule_end``; a call
-between steps takes it briefly. ``stats``, ``wait_ready`` and ``shutdown`` need no lock and may come from any thread.
+between steps takes it briefly. ``stats``, ``wait_ready``, ``tend`` and ``shutdown`` are called without it, by any
+thread.
 No call here waits for I/O, and after the start nothing raises into the engine's step: a call that does not fit (a plan
 completed twice, a request that is over, a key of a length that none has) is counted as ``misuse`` and ignored.
 """
@@ -25,7 +26,7 @@ from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
-from kvtiers.tiering.command_queue import CommandQueue
+from kvtiers.tiering.command_queue import Command, CommandQueue
 from kvtiers.tiering.commands import Operations, Parts
 from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
@@ -160,6 +161,10 @@ class TieringManager:
         self.operations = self._operations_with(budget)
         self._events = EventLog()
         self._look_at = -math.inf
+        self._tended = -1
+        """How many steps had ended at the last ``tend``."""
+        self._conditions: list[tuple[float, ...]] = []
+        """How the tiers were at the last ``tend`` that did something."""
         self._polled = self._ready = self._closed = False
         self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if, tracing.lost, publisher)
 
@@ -445,6 +450,19 @@ class TieringManager:
             or any(slot.has_pending_work() for slot in self._slots)
         )
 
+    def tend(self) -> None:
+        """Look after the tiers if no step has ended since the last call. For about one call a second, by any thread.
+
+        An idle engine notices by it that a store answers again. It waits for nothing and does nothing while a step is
+        on; a step that begins meanwhile waits for its end, some ten microseconds a tier.
+        """
+        tended, self._tended = self._tended, self.steps
+        if tended == self.steps and self.lock.acquire(blocking=False):
+            try:
+                self._tend()
+            finally:
+                self.lock.release()
+
     @property
     def steps(self) -> int:
         """How many steps have ended so far. Any thread."""
@@ -548,6 +566,15 @@ class TieringManager:
             if self._commanded:
                 self.commands.run()
         return self._ready
+
+    def _tend(self) -> None:
+        if self._closed:
+            return
+        for slot in self._slots:
+            slot.tend(self._clock())
+        conditions, self._conditions = self._conditions, [slot.condition() for slot in self._slots]
+        if conditions and conditions != self._conditions:
+            self.commands.post(Command(dict))  # an empty step: vLLM publishes figures in its steps alone
 
     def _retain(self, state: RequestState, retention: Retention) -> None:
         if retention.priority == "low":

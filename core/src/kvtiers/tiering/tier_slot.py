@@ -7,20 +7,23 @@ rows that it may still touch stay in quarantine.
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from kvtiers._failures import log_with_backoff
+from kvtiers._failures import error_text, log_with_backoff
 from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.api.config import Admission
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.tier_jobs import EventTier, TierEvent, poll_getters
 from kvtiers.tiering.estimates import LoadRate
 
-__all__ = ["PinBudget", "Reservation", "SlowWatch", "TierOptions", "TierSlot"]
+__all__ = ["SILENT_SECONDS", "PinBudget", "Reservation", "SlowWatch", "TierOptions", "TierSlot"]
 
+SILENT_SECONDS = 3.0
+"""A store that has done nothing for so long, while calls wait for it, does not answer: it is not slow."""
 _log = logging.getLogger("kvtiers.tiering")
 _TRIALS = (16, 64)  # chunks, in turn: two lengths separate latency and rate
 _TRIAL_SECONDS = 5.0  # how often a tier that seems too slow is measured again
@@ -28,6 +31,7 @@ _HIT = LookupResult.HIT
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LOOK_SECONDS = 1.0
+_KNOWN_SECONDS = 300.0  # so long ago something may have come too late for its tier to be called too slow
 _LOOKS = 3  # in a row: the first request after a start, or after a pause, says nothing
 _LEAST_LATE = 8  # an answer that does not come counts once for its request, a load once a chunk
 _LATE_FOR_EACH = 10  # chunks that came too late, to each that came in time
@@ -84,6 +88,14 @@ class CanCancel(Protocol):
 
     def cancel_job(self, job_id: int) -> None:
         """Begin nothing more of this job; its result must still follow."""
+
+
+@runtime_checkable
+class CanBeTended(Protocol):
+    """A tier that can be looked after by another thread than the engine's, while no step comes."""
+
+    def tend(self) -> None:
+        """Do what a step does for the tier itself; between any two other calls."""
 
 
 class TierSlot:
@@ -197,6 +209,19 @@ class TierSlot:
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
 
+    def tend(self, now: float) -> None:
+        """Look after the tier while no step comes; between any two other calls, from any thread."""
+        if isinstance(self.tier, CanBeTended):
+            self._do(self.tier.tend)
+        self.watch_speed(now)
+
+    def condition(self) -> tuple[float, ...]:
+        """Return what people are to know of a tier that is tended: whether it is in use, full, refusing, too slow."""
+        if not isinstance(self.tier, CanBeTended):
+            return ()
+        own = self._figures()
+        return self.available(), own.get("full", 0), own.get("refusing", 0), self.metrics.too_slow
+
     def watch_speed(self, now: float) -> None:
         """Log when the tier becomes too slow, and when it is fast enough again."""
         if line := self._slow_watch.look(now):
@@ -294,7 +319,8 @@ class TierSlot:
 
     def _count_raised(self) -> None:
         self.metrics.raised = times = self.metrics.raised + 1
-        log_with_backoff(times, _log.exception, "%s: the tier raised (%d times so far)", self.name, times)
+        raised = error_text(sys.exception() or Exception())
+        log_with_backoff(times, _log.exception, "%s: the tier raised %s (%d times so far)", self.name, raised, times)
 
 
 class PinBudget:
@@ -394,6 +420,7 @@ class SlowWatch:
         self._own = own
         self._look_at = 0.0
         self._seen = (0, 0)
+        self._late_at = -math.inf
         self._run = 0
         """Looks in a row that say the opposite of what holds."""
         self._late = 0
@@ -407,6 +434,10 @@ class SlowWatch:
         metrics = self._metrics
         before, self._seen = self._seen, (metrics.wait_expired + metrics.recomputed_cheaper, metrics.loaded_chunks)
         late, brought = (count - earlier for count, earlier in zip(self._seen, before, strict=True))
+        if late:
+            self._late_at = now
+        elif metrics.too_slow and now - self._late_at >= _KNOWN_SECONDS:
+            self._run = self._late = metrics.too_slow = 0  # without a line: it may be so, or not
         if not (late or brought):
             return ""
         if metrics.too_slow:
@@ -419,8 +450,14 @@ class SlowWatch:
         if self._run < _LOOKS or self._late < _LEAST_LATE:
             return ""
         self._run, self._metrics.too_slow = 0, 1
+        own = self._own()
+        if (silent := own.get("silent_seconds", 0.0)) >= SILENT_SECONDS:
+            return (
+                f"{self._name}: no answer for {silent:.0f} s: {own.get('waiting_calls', 0):.0f} calls wait for its "
+                "store, and what it may have was computed; look whether its backend hangs, and at the way to it"
+            )
         return (
-            f"{self._name}: too slow: {self._late} of its answers and loads came too late{self._answers()}, and what "
+            f"{self._name}: too slow: {self._late} of its answers and loads came too late{_answers(own)}, and what "
             "it may have was computed; look at the way to its store, or give it longer by 'lookup_wait' and 'load_wait'"
         )
 
@@ -432,8 +469,8 @@ class SlowWatch:
         late, self._late, self._run, self._metrics.too_slow = self._late, 0, 0, 0
         return f"{self._name}: fast enough again; {late} of its answers and loads came too late meanwhile"
 
-    def _answers(self) -> str:
-        own = self._own()
-        if not (questions := own.get("lookup_questions", 0)):
-            return ""
-        return f" (an answer takes it {own.get('lookup_seconds', 0.0) / questions * 1e3:.0f} ms)"
+
+def _answers(own: Mapping[str, float]) -> str:
+    if not (questions := own.get("lookup_questions", 0)):
+        return ""
+    return f" (an answer takes it {own.get('lookup_seconds', 0.0) / questions * 1e3:.0f} ms)"

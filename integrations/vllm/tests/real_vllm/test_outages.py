@@ -124,3 +124,17 @@ def test_with_the_default_waits_no_request_waits_for_a_tier_that_hangs(start, mo
             assert expired > before, f"no request has waited for {what}"
     finally:
         redis.resume()
+
+
+def test_an_idle_engine_has_its_store_back_without_a_request(start, model, right, way, redis):
+    engine = start(model, way(redis.tier(timeout="2s", breaker={"failures": 1, **BREAKER}), options=WAITS))
+    engine.wait_for(lambda now: now.get("kvtiers_tier_open{redis}"))
+    redis.kill()
+    try:
+        computed_in_time(engine, right)
+        wait_until(lambda: engine.lines("redis: taken out of use"), "it is not taken out of use")
+        assert not engine.lines("redis: answers again")
+    finally:
+        redis.start()
+    wait_until(lambda: engine.lines("redis: answers again; back in use"), "an idle engine does not have it back")
+    engine.shutdown()

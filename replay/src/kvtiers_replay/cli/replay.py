@@ -56,8 +56,9 @@ A chunk has real bytes, so it takes what a model's KV takes: of --model, of --by
 12 KiB a token (Qwen2.5-0.5B in bfloat16). Larger models take more memory and time: a trace's block of 512 tokens is
 6 MiB of that one, and 64 MiB of Llama 3.1 8B.
 
-Exit status: 0 all bytes are right, 1 some are not, 2 the config, the trace or the command line is wrong or a process
-of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is printed)."""
+Exit status: 0 all bytes are right, 1 some are not, or of the chunks that a tier said it has none could be read, 2 the
+config, the trace or the command line is wrong or a process of the replay ended early, 130 stopped by Ctrl-C (the
+report of what was done is printed)."""
 )
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(), help="The tiers, as YAML.")
 @click.option("--trace", metavar="FILE", type=click.Path(), help="Requests in Mooncake's format, plain or gzip.")
@@ -211,7 +212,7 @@ def replay(
         from kvtiers_replay.report.page import as_page
 
         write_file(report, as_page(results))
-    if results.wrong_bytes:
+    if results.wrong_bytes or results.unreadable_tiers:
         ctx.exit(1)
     if results.interrupted:
         ctx.exit(130)

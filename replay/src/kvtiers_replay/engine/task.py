@@ -102,7 +102,7 @@ def run_engine(
             measures.interrupted = True
         measures.note(measures.seconds, manager.stats(), engine.waiting)
         names = [tier.tier_name for tier in task.config.secondary]
-        measures.last_troubles = {name: trouble for name in names if (trouble := troubles.of(name))}
+        measures.last_troubles = {name: trouble for name in names if (trouble := troubles.of(name).text)}
     return measures
 
 
@@ -151,6 +151,7 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         fingerprint=manager.fingerprint,
         what_if=lambda: manager.stats().get("what_if", {}),
         control=ControlSocket(EngineActions(manager, task.layout.model.name).actions()),
+        tend=manager.tend,
     )
     try:
         yield

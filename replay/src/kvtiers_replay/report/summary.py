@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig
-from kvtiers.metrics import BUDGET_FIGURES, budget_advice
+from kvtiers.metrics import BUDGET_FIGURES, budget_advice, unread_chunks
 from kvtiers_replay.engine.measures import Curve, Measures
 from kvtiers_replay.options import ReplayOptions, replay_layout
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken, config_as_data
@@ -34,6 +34,7 @@ _TIER_ERRORS = {
     "refused_results": "results that fit no job",
     "raised": "calls that raised",
 }
+_FEW_MISSING = 8  # chunks: so many may be evicted by their store between a lookup and its load
 _FEW = 0.01  # of all chunks asked for: fewer without a row are no reason to change anything
 _MIB = 1 << 20
 
@@ -75,6 +76,11 @@ def summarize(
         config=config_as_data(config),
     )
     results.verdict = _verdict(results)
+    for tier, engines in _by_tier(measures).items():
+        if line := _did_not_come(tier, engines, results.last_troubles.get(tier, "")):
+            results.verdict.append(line)
+        if _is_unreadable(engines):
+            results.unreadable_tiers.append(tier)
     if advice := _primary_advice(workload, config, options, measures):
         results.verdict.append(advice)  # its budgets are shares of a primary that is too small
     else:
@@ -95,6 +101,8 @@ def _budget_advice(measures: Sequence[Measures]) -> list[str]:
     asked = sum(each.stats["engine"]["lookups"] for each in measures)
     lines = []
     for tier, engines in _by_tier(measures).items():
+        if _is_unreadable(engines):
+            continue  # with more rows it would bring nothing either
         over = {name: sum(figures[name] for figures in engines) for name in BUDGET_FIGURES}
         if advice := budget_advice(over, asked):
             lines.append(f"{tier}: {advice}.")
@@ -274,6 +282,26 @@ def _verdict(results: ReplayResults) -> list[str]:
     stopped = f"Stopped after {results.requests:,} of {results.requests_in_all:,} requests. "
     right = "Every chunk that came back was compared byte by byte: all bytes are right."
     return [(stopped if results.interrupted else "") + right]
+
+
+def _own(engines: Sequence[Mapping[str, Any]], name: str) -> int:
+    return sum(int(figures["own"].get(name, 0)) for figures in engines)
+
+
+def _is_unreadable(engines: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether none of the chunks that a tier said it has could be read, through a fault of its store."""
+    if not any(figures["failed_loads"] for figures in engines) or any(figures["loaded_chunks"] for figures in engines):
+        return False
+    faults = _own(engines, "seal_failures") + _own(engines, "errors")
+    return faults > 0 or _own(engines, "missing") >= _FEW_MISSING
+
+
+def _did_not_come(tier: str, engines: Sequence[Mapping[str, Any]], trouble: str) -> str:
+    """Return one line if a tier did not bring what it said it has, with the reasons; else ""."""
+    figures = {name: sum(each[name] for each in engines) for name in ("loaded_chunks", "failed_loads")}
+    line = unread_chunks(tier, figures | {name: _own(engines, name) for name in ("seal_failures", "missing")})
+    said = f" Its last warning: {trouble}" if trouble else ""
+    return f"{line[0].upper()}{line[1:]}.{said}" if line else ""
 
 
 def _primary_advice(

@@ -175,15 +175,16 @@ def test_top_shows_what_an_engine_does_in_columns_of_80_and_for_programs(engine)
         done = CliRunner().invoke(cli, ["top", "--once", "--interval", "1"])
         lines = done.stdout.splitlines()
         mine = [at for at, line in enumerate(lines) if f"process {engine.process.pid}:" in line]
-        found[:] = lines[mine[0] : mine[0] + 4] if mine else []
+        found[:] = lines[mine[0] : mine[0] + 5] if mine else []
         return bool(found)
 
     wait_until(is_on_the_screen)
     assert max(map(len, found)) <= 80
-    summary = r"  hits [\d.]+ % now, [\d.]+ % in all, [\d,]+ of [\d,]+ rows free, [\d.]+ % of the thread"
+    summary = r"  hits [\d.]+ % now, [\d.]+ % in all, [\d,]+ of [\d,]+ rows free"
     assert re.fullmatch(summary, found[1]), found[1]
-    assert found[2].split()[:3] == ["tier", "state", "hits/s"]
-    assert re.match(r"memory +in use +[\d.k]+ +\d\.\d{3} +\d\.\d{3} ", found[3]), found[3]
+    assert re.fullmatch(r"  kvtiers takes [\d.]+ % of the time of the engine's thread", found[2]), found[2]
+    assert found[3].split()[:3] == ["tier", "state", "hits/s"]
+    assert re.match(r"memory +in use +[\d.k]+ +\d\.\d{3} +\d\.\d{3} ", found[4]), found[4]
 
 
 def test_a_tier_is_switched_off_and_on_and_the_status_says_so(engine) -> None:

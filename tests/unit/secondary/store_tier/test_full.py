@@ -70,3 +70,29 @@ def test_a_store_that_refuses_some_is_said_once_with_its_reason_and_is_neither_f
     store(6, 0)
     assert backend.logged[1:] == ["t: takes values again; 40 were dropped while it refused some"]
     assert tier.stats()["refusing"] == 0
+
+
+def test_its_figures_are_of_the_moment_and_not_of_the_line_in_the_log(tier, store, clock):
+    store(4, 4)
+    store(6, 2)
+    clock.now += 40.0
+    figures = tier.stats()
+    assert (figures["not_taken"], figures["taken_meanwhile"], figures["not_taken_seconds"]) == (6, 4, 40.0)
+    store(4, 0)
+    figures = tier.stats()
+    assert [figures[name] for name in ("full", "not_taken", "taken_meanwhile", "not_taken_seconds")] == [0] * 4
+
+
+def test_an_idle_engine_does_not_call_its_store_full_for_ever_and_says_nothing_of_that(tier, backend, store, clock):
+    store(4, 4)
+    clock.now += 299.0
+    assert tier.stats()["full"] == 1
+    clock.now += 1.0
+    assert tier.stats()["full"] == 0, "it is not known any more"
+    assert len(backend.logged) == 1
+    store(4, 4)
+    assert (tier.stats()["full"], tier.stats()["not_taken"]) == (1, 8)
+    assert len(backend.logged) == 1, "it is not said again before it has ended"
+    clock.now += 301.0
+    store(4, 0)
+    assert backend.logged[1:] == ["t: takes values again; 8 were dropped while it was full"]

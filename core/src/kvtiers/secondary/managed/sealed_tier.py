@@ -107,7 +107,7 @@ class SealedTier(EventTier):
     def abandon_job(self, job_id: int) -> None:
         """Count an overdue job against the tier, and notify the tier if it has the job already."""
         if job_id in self._jobs and job_id != self._probing_with:
-            self._record(ok=False)
+            self._record(self._jobs[job_id], ok=False)
         self.cancel_job(job_id)
 
     def cancel_job(self, job_id: int) -> None:
@@ -196,8 +196,9 @@ class SealedTier(EventTier):
         """Return the tier's own figures, as of about a second ago, and the seal's. From any thread."""
         return self._sealer.figures | {
             "seal_failures": self._sealer.seal_failures,
-            "breaker_state": int(self._breaker.state),
+            "breaker_state": int(BreakerState.PROBING if self._breaker.probe_is_due else self._breaker.state),
             "breaker_opened": self._breaker.opened,
+            "breaker_seconds": self._breaker.seconds,
             "open": int(self._in_use is not None or self._sealer.open_state() == ""),
         }
 
@@ -320,18 +321,22 @@ class SealedTier(EventTier):
         del self._jobs[known.job.job_id]
         if known.job.job_id == self._probing_with:
             self._probing_with = None
-            self._breaker.probed(ok=ok and not known.failed_in_use)
-            if self._breaker.state is BreakerState.CLOSED:
+            self._breaker.probed(ok=ok and not known.failed_in_use, is_load=known.job.is_promotion)
+            if self._breaker.state is BreakerState.CLOSED and not self._breaker.relapses:
                 self.log(logging.WARNING, f"{self._name}: works again; back in use")
         elif not known.failed_in_use:
-            self._record(ok=ok)
+            self._record(known, ok=ok)
 
-    def _record(self, *, ok: bool) -> None:
-        was = self._breaker.state
-        self._breaker.record(ok=ok)
-        if self._breaker.state is not was:
-            text = f"{self._name}: taken out of use after jobs that failed; it is tried with one until that succeeds"
-            self.log(logging.WARNING, text)
+    def _record(self, known: SealedJob, *, ok: bool) -> None:
+        breaker = self._breaker
+        was, relapses = breaker.state, breaker.relapses
+        breaker.record(ok=ok, is_load=known.job.is_promotion)
+        if breaker.state is not was and breaker.relapses <= 1:
+            what = "loads" if known.job.is_promotion else "jobs"
+            text = f"taken out of use after {what} that failed; it is tried with one until that succeeds"
+            self.log(logging.WARNING, f"{self._name}: {text}")
+        elif relapses and not breaker.relapses:
+            self.log(logging.WARNING, f"{self._name}: its loads succeed again; back in use")
 
 
 def _outer(known: SealedJob, result: JobResult) -> JobResult:

@@ -32,7 +32,7 @@ def prefix_keys(offloading: Any, request: Any) -> Iterator[Sequence[OffloadKey]]
 
 
 class LockedTier:
-    """Calls the tier in ``slot``, one call at a time. All but ``ask_ahead`` is for the engine's thread."""
+    """Calls the tier in ``slot``, one call at a time. All but ``ask_ahead`` and ``tend`` is for the engine's thread."""
 
     def __init__(self, slot: TierSlot) -> None:
         self._slot = slot
@@ -45,6 +45,14 @@ class LockedTier:
         if self._in_call.acquire(blocking=False):
             try:
                 self._slot.ask_ahead(keys)
+            finally:
+                self._in_call.release()
+
+    def tend(self, now: float) -> None:
+        """Look after the tier while no step comes; not while it is in a call. Any thread."""
+        if self._in_call.acquire(blocking=False):
+            try:
+                self._slot.tend(now)
             finally:
                 self._in_call.release()
 

@@ -145,6 +145,7 @@ def open_status(opened: "OpenedTier", troubles: Troubles, engine: str) -> Status
         namespace=opened.namespace,
         fingerprint=lambda: opened.fingerprint,
         stats=lambda: {"engine": {}, "primary": {}, "tiers": {opened.name: _counted_of(opened)}},
+        tend=opened.driver.tend,
     )
 
 

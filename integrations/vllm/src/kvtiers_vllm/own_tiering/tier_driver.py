@@ -13,7 +13,7 @@ RETRY                            the probe is in flight
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
 
-Runs on the engine's thread; ``ask_ahead`` (``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
+Runs on the engine's thread; ``ask_ahead``, ``tend`` (``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
 """
 
 import time
@@ -35,6 +35,7 @@ from kvtiers_vllm.request_field import NEED_OWN_PRIMARY, RequestField
 __all__ = ["TierDriver"]
 
 _DRAIN_POLL_SECONDS = 0.002
+_IDLE_SECONDS = 1.0
 _STEP_SECONDS = 0.001  # from a step's end to the next one's begin, at least, if anything is computed
 
 
@@ -218,6 +219,11 @@ class TierDriver:
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
         self._backoff.step(idle=not computed and self.metrics.loading_chunks > 0)
         self._began, self._ended = None, self._clock()
+
+    def tend(self) -> None:
+        """Look after the tier if no step has ended for a second, so that an idle engine has it back. Any thread."""
+        if (now := self._clock()) - self._ended >= _IDLE_SECONDS and not self._closed:
+            self._tier.tend(now)
 
     def has_jobs(self) -> bool:
         """Return whether a job has no result yet."""

@@ -137,8 +137,12 @@ def open_stack_status(
     namespace: str = "",
     fingerprint: Callable[[], str] = lambda: "",
     control: ControlSocket | None = None,
+    tend: Callable[[], None] = lambda: None,
 ) -> StatusSocket:
-    """Answer questions about the stack's tiers from now on. ``control``: closed with the answer."""
+    """Answer questions about the stack's tiers from now on.
+
+    ``control``: closed with the answer. ``tend``: the manager's, called about once a second.
+    """
 
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
@@ -155,6 +159,7 @@ def open_stack_status(
         engine_figures=lambda: figures_of_engine(facts.stats()),
         stats=facts.stats,
         events=lambda: facts.stats().get("events", {}),
+        tend=tend,
     )
 
 

@@ -141,7 +141,9 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         engine = f"vLLM {vllm_version}"
         manager.commands.wake = core.wake
         control = ControlSocket(EngineActions(manager, layout.model.name).actions())
-        status = open_stack_status(facts, troubles, engine, self._config.namespace, manager.fingerprint, control)
+        status = open_stack_status(
+            facts, troubles, engine, self._config.namespace, manager.fingerprint, control, manager.tend
+        )
         digests, release = AdapterDigests(), release_of(vllm_version)
         core.adapter_loads.append(digests.digest_before_loading)
 
