@@ -1,6 +1,7 @@
 """A client over tiers on threads of this process: what it refuses, what it never raises, and whose values it finds."""
 
 import dataclasses
+import hashlib
 import logging
 import re
 import threading
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvtiers
 import kvtiers.metrics
 from kvtiers import ModelIdentity, open_client, request_hints
-from kvtiers.api import ConfigError, StartError
+from kvtiers.api import ConfigError, StartError, make_offload_key
 from kvtiers.client.open import client_layout
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor
 from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
@@ -172,6 +173,17 @@ def test_each_call_refuses_the_same_mistakes_and_answers_for_the_rest(client, ca
     client.close()  # lines are written by a thread
     assert "client: refused a key that is not 1 to 65,531 bytes" in caplog.text
     assert "client: refused values of 7 bytes; this client's have 1000, 5000 bytes" in caplog.text
+
+
+def test_a_long_key_and_the_key_that_is_its_hash_have_a_value_each(client):
+    long = b"the text of a prompt, as a key of more than 43 bytes"
+    short = hashlib.sha256(make_offload_key(long, 0)).digest()
+    client.put([long], [value(1)])
+    assert client.exists([long, short]) == [True, False]
+    client.put([short], [value(2)])
+    back = [bytearray(1000), bytearray(1000)]
+    assert client.get_into([long, short], back) == [True, True]
+    assert [bytes(one) for one in back] == [bytes(value(1)), bytes(value(2))]
 
 
 def test_each_key_is_looked_up_by_itself(client):
