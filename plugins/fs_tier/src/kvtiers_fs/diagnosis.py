@@ -14,7 +14,15 @@ from kvtiers_fs.directory import Directory
 from kvtiers_fs.quota import UsageFile
 from kvtiers_fs.values import try_direct
 
-__all__ = ["Mount", "diagnose", "examine_access", "examine_direct", "examine_file_system", "mount_of"]
+__all__ = [
+    "Mount",
+    "diagnose",
+    "examine_access",
+    "examine_direct",
+    "examine_file_system",
+    "examine_skipped",
+    "mount_of",
+]
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _VOLATILE = {"tmpfs", "ramfs"}
@@ -38,6 +46,7 @@ def diagnose(
         *examine_file_system(config.path),
         *examine_access(config, directory),
         *_room(config, directory, usage),
+        *examine_skipped(directory),
         *_inodes(config, directory, value_bytes),
     ]
     if not read_only:
@@ -111,6 +120,19 @@ def _room(config: FsConfig, directory: Directory, usage: UsageFile) -> Iterator[
         )
     else:
         yield Finding("ok", f"{limits}; {held}")
+
+
+def examine_skipped(directory: Directory) -> Iterator[Finding]:
+    """Yield which files and folders could not be listed or removed, if there are such."""
+    skipped = directory.skipped
+    for path, reason in skipped.items():
+        others = f", and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+        yield Finding(
+            "warning",
+            f"{path[:200]!r}{others} cannot be listed or removed ({reason}): not counted in the capacity, not evicted",
+            "give it the directory's owner, group and mode, or move it elsewhere",
+        )
+        return
 
 
 def _inodes(config: FsConfig, directory: Directory, value_bytes: int) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ def open_root(config: FsConfig, *, read_only: bool) -> Directory:
         fd = os.open(config.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise _cannot_open(config.path, error) from None
-    directory = Directory(fd, permissions)
+    directory = Directory(fd, permissions, read_only=read_only)
     try:
         if made:
             permissions.apply(fd, permissions.folder)
@@ -103,6 +103,9 @@ def _check_format(config: FsConfig, directory: Directory, *, read_only: bool) ->
     if found is None and _is_empty(directory):
         if read_only:
             return
+        if directory.permissions.are_missing(os.fstat(directory.fd), directory.permissions.folder):
+            # Of a process that was killed when it had made it; and else nobody could share it.
+            directory.permissions.apply(directory.fd, directory.permissions.folder)
         _write_format(directory, expected)
     # Asked again: another process may have been making the directory just now.
     found = found or _format(directory)

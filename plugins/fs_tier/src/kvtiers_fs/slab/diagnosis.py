@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from kvtiers.api import ConfigError, Finding
 from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
-from kvtiers_fs.diagnosis import examine_access, examine_direct, examine_file_system, mount_of
+from kvtiers_fs.diagnosis import examine_access, examine_direct, examine_file_system, examine_skipped, mount_of
 from kvtiers_fs.evictor import free_bytes
 from kvtiers_fs.slab.segments import Slab
 
@@ -32,6 +32,7 @@ def expect_local(config: FsConfig) -> None:
 def diagnose_slab(config: FsConfig, slab: Slab, value_bytes: int, *, read_only: bool) -> Sequence[Finding]:
     """Return the findings."""
     findings = [*examine_file_system(config.path), *examine_access(config, slab.directory)]
+    findings += examine_skipped(slab.directory)
     if slab.index is not None:
         findings += [*_room(config, slab), *_fit(config, slab, value_bytes)]
     if not read_only:

@@ -11,7 +11,6 @@ single values would have to be filled by copying the others. Both cost reads som
 this makes at times costs one recomputation.
 """
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -114,6 +113,7 @@ class SlabEvictor:
             "values": totals.values,
             "segments": totals.segments,
             "free_bytes": float(free_bytes(slab.directory.fd)),
+            "skipped": float(len(slab.directory.skipped)),
             **self._counts,
         }
         self._figures["evicted_values"] += slab.segments.evicted_values
@@ -214,17 +214,23 @@ class SlabEvictor:
             match = _FILE.fullmatch(name)
             if (match is None or match[1] in stems) and not name.startswith(TEMP_PREFIX):
                 continue
-            with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                if abs(time.time() - os.stat(name, dir_fd=slab.directory.fd).st_mtime) > _ORPHAN_SECONDS:
+            try:
+                about = os.stat(name, dir_fd=slab.directory.fd, follow_symlinks=False)
+                if abs(time.time() - about.st_mtime) > _ORPHAN_SECONDS:
                     _remove_unlocked(slab.directory, name)
                     self._counts["reclaimed_files"] += 1
+            except (FileNotFoundError, BlockingIOError):
+                continue
+            except OSError as error:  # it costs no other file
+                slab.directory.skip(name, error)
 
 
 def _remove_unlocked(directory: Directory, name: str) -> None:
     try:
-        fd = OwnedFd(directory.open(name, os.O_RDONLY | os.O_CLOEXEC))
+        fd = OwnedFd(directory.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         fcntl.flock(fd.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: a process still writes to it
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        # A link; or a file of another user's who was killed before it had its permissions: nobody writes to it.
+        if error.errno not in {errno.ELOOP, errno.EACCES}:
             raise
-    os.unlink(name, dir_fd=directory.fd)
+    directory.remove(".", name)
