@@ -11,6 +11,7 @@ from kvtiers.api import Finding
 from kvtiers.api.units import format_duration, format_size
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import Directory
+from kvtiers_fs.limits import ADVICE, Limits
 from kvtiers_fs.quota import UsageFile
 from kvtiers_fs.values import try_direct
 
@@ -39,9 +40,9 @@ class Mount(NamedTuple):
 
 
 def diagnose(
-    config: FsConfig, directory: Directory, usage: UsageFile, value_bytes: int, *, read_only: bool
+    config: FsConfig, directory: Directory, usage: UsageFile, value_bytes: int, limits: Limits | None
 ) -> Sequence[Finding]:
-    """Return the findings."""
+    """Return the findings. ``limits``: None of a store that is read-only, which keeps none."""
     findings = [
         *examine_file_system(config.path),
         *examine_access(config, directory),
@@ -49,8 +50,8 @@ def diagnose(
         *examine_skipped(directory),
         *_inodes(config, directory, value_bytes),
     ]
-    if not read_only:
-        findings += [*examine_direct(config, directory), *_locks(usage), *_clock(usage)]
+    if limits is not None:
+        findings += [*examine_limits(limits), *examine_direct(config, directory), *_locks(usage), *_clock(usage)]
     return findings
 
 
@@ -120,6 +121,12 @@ def _room(config: FsConfig, directory: Directory, usage: UsageFile) -> Iterator[
         )
     else:
         yield Finding("ok", f"{limits}; {held}")
+
+
+def examine_limits(limits: Limits) -> Iterator[Finding]:
+    """Yield in what the limits of the process that wrote last differ, if they do."""
+    if difference := limits.difference():
+        yield Finding("warning", difference, ADVICE)
 
 
 def examine_skipped(directory: Directory) -> Iterator[Finding]:

@@ -237,6 +237,21 @@ class Directory:
             os.close(fd)
             os.unlink(temp, dir_fd=self.fd)
 
+    def put(self, leaf: str, content: bytes) -> None:
+        """Write a small file in the root. It is renamed: others see it whole, with its permissions, or not at all."""
+        temp = f"{TEMP_PREFIX}root-{secrets.token_hex(8)}"
+        fd = os.open(temp, os.O_WRONLY | _NEW, self.permissions.file, dir_fd=self.fd)
+        try:
+            try:
+                self.permissions.apply(fd, self.permissions.file)
+                os.write(fd, content)
+            finally:
+                os.close(fd)
+            os.rename(temp, leaf, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            os.unlink(temp, dir_fd=self.fd)
+            raise
+
     def touch(self, folder: str, leaf: str) -> None:
         """Set a file's time of modification to now, if it is there."""
         with contextlib.suppress(OSError), self.folder(folder) as at:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvtiers_fs.directory import Directory, Found, Head
+from kvtiers_fs.limits import Limits
 from kvtiers_fs.paths import SHARDS, shard_folder
 from kvtiers_fs.quota import Index, Ledger, UsageFile
 
@@ -62,10 +63,18 @@ class Evictor:
     ledger: Ledger
 
     def __init__(
-        self, directory: Directory, usage: UsageFile, *, capacity: int, max_age: float | None, min_free: int
+        self,
+        directory: Directory,
+        usage: UsageFile,
+        limits: Limits,
+        *,
+        capacity: int,
+        max_age: float | None,
+        min_free: int,
     ) -> None:
         self._directory = directory
         self._usage = usage
+        self._limits = limits
         self._capacity = capacity
         self._max_age = max_age
         self._min_free = min_free
@@ -126,6 +135,7 @@ class Evictor:
 
     def round(self) -> float:
         """Report, and do a part of the work if it is this process's turn; return the seconds until the next round."""
+        self._limits.look()
         with self.turn, self._usage.locked() as is_mine:
             if not is_mine:
                 return _BUSY_SECONDS

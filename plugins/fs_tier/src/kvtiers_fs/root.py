@@ -3,7 +3,6 @@
 import errno
 import grp
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -106,7 +105,7 @@ def _check_format(config: FsConfig, directory: Directory, *, read_only: bool) ->
         if directory.permissions.are_missing(os.fstat(directory.fd), directory.permissions.folder):
             # Of a process that was killed when it had made it; and else nobody could share it.
             directory.permissions.apply(directory.fd, directory.permissions.folder)
-        _write_format(directory, expected)
+        directory.put(FORMAT_FILE, expected)
     # Asked again: another process may have been making the directory just now.
     found = found or _format(directory)
     if found is None:
@@ -143,17 +142,3 @@ def _format(directory: Directory) -> bytes | None:
         return os.read(fd, 4096)
     finally:
         os.close(fd)
-
-
-def _write_format(directory: Directory, content: bytes) -> None:
-    # Written aside and renamed: another process that starts at the same time sees it whole or not at all.
-    temp = f"{TEMP_PREFIX}format-{secrets.token_hex(8)}"
-    fd = os.open(
-        temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, directory.permissions.file, dir_fd=directory.fd
-    )
-    try:
-        directory.permissions.apply(fd, directory.permissions.file)
-        os.write(fd, content)
-    finally:
-        os.close(fd)
-    os.rename(temp, FORMAT_FILE, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)

@@ -26,6 +26,7 @@ from kvtiers.api import StoreFull
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import TEMP_PREFIX, Directory
 from kvtiers_fs.evictor import free_bytes
+from kvtiers_fs.limits import Limits
 from kvtiers_fs.slab.format import Entry, NameRecord, is_core_record
 from kvtiers_fs.slab.index import LockBusyError, OwnedFd
 from kvtiers_fs.slab.segments import LOCK_SECONDS, Claimed, Slab, Totals
@@ -51,10 +52,13 @@ Move = Callable[[Slab, str, Entry, memoryview], None]
 class SlabEvictor:
     """The thread, and the rounds that it makes."""
 
-    def __init__(self, slab: Callable[[], Slab], move: Move, config: FsConfig, woken: threading.Event) -> None:
+    def __init__(
+        self, slab: Callable[[], Slab], move: Move, config: FsConfig, limits: Limits, woken: threading.Event
+    ) -> None:
         self._slab = slab
         self._move = move
         self._config = config
+        self._limits = limits
         self._woken = woken
         self._stopping = False
         self._next_warning = self._next_floor = self._next_sweep = self._next_round = 0.0
@@ -100,6 +104,7 @@ class SlabEvictor:
     def round(self) -> None:
         """Do what is due. Of several processes each does it; what one has in hand is locked for the others."""
         slab = self._slab()
+        self._limits.look()
         totals = slab.segments.totals()
         self._shrink(slab, totals)
         self._keep_spare(slab, totals)
