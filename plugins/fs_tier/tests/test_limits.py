@@ -42,9 +42,7 @@ def test_a_start_whose_limits_differ_from_the_last_writers_says_both_in_one_line
     [line] = said(caplog)
     assert line.startswith(f"{shared.path}: the process on node-7 that began to write to it at 20")
     assert "UTC has capacity 1GiB, max_age 1d, min_free 0B, this process has capacity 64MiB, max_age none" in line
-    assert line.endswith(
-        "so that the strictest hold for all; give all processes that share the directory the same"
-    )
+    assert line.endswith("so that the strictest hold for all; give all processes that share the directory the same")
     second._evictor.round()
     assert len(said(caplog)) == 1
     [finding] = differs(second)

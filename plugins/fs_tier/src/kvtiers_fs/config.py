@@ -73,6 +73,11 @@ class FsConfig(TierConfig):
     mode: Mode = Field(default="0600", description="permissions of files; directories get theirs to match")
     group: str = Field(default="", description="group of all files, by name or number: its members may share them")
 
+    @property
+    def place(self) -> str:
+        """The path."""
+        return str(self.path)
+
     @field_validator("path")
     @classmethod
     def _is_absolute(cls, path: Path) -> Path:
