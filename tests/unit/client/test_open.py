@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+import math
 import re
 import threading
 from pathlib import Path
@@ -243,6 +244,26 @@ def test_a_value_in_a_read_only_tier_stays_and_one_in_a_tier_that_cannot_delete_
         assert sum(client.get_into(KEYS, [bytearray(1000) for _ in KEYS])) == 0
     with open_client(config({"type": "memory-async", "max_blocks": 64}), IDENTITY, 1000) as client:
         assert client.delete(KEYS[:1]) == [False]
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, 300 * 365 * 86400.0, threading.TIMEOUT_MAX, 10**400])
+def test_a_timeout_that_no_clock_reaches_is_a_long_one(timeout):
+    with open_client(config(MEMORY), IDENTITY, 1000, bounce_bytes=1 << 16, deadline=timeout) as client:
+        for given in (timeout, None):
+            assert client.put(KEYS[:2], [value(0), value(1)], given).stored == [True, True]
+            assert client.get_into(KEYS[:3], [bytearray(1000) for _ in range(3)], given) == [True, True, False]
+            assert client.exists(KEYS[:3], timeout=given) == [True, True, False]
+            assert client.exists_prefix(KEYS[:3], timeout=given) == 2
+            assert client.prefetch(KEYS[:2], timeout=given) is not None
+            assert client.delete(KEYS[:1], timeout=given) == [True]
+        assert client.stats()["failed_calls"] == 0
+        assert client.stats()["tiers"]
+        client.close(timeout)
+        assert client.stats()["failed_calls"] == 0
+
+
+def test_a_timeout_that_is_no_number_is_over_at_once(client):
+    assert client.put(KEYS[:1], [value(0)], timeout=math.nan).stored == [False]
 
 
 def test_a_call_without_time_is_over_at_once(client):

