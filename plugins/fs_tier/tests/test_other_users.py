@@ -16,7 +16,7 @@ GROUP = 54321
 _DRIVER = """
 import os, signal, sys, time
 import grp, pathlib, secrets, traceback  # before this is another user, who may not read the interpreter's files
-from kvtiers.api import StoreFull
+from kvtiers.api import StoreFull, WritesRefused
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.plugin import kvtiers_tier
 from kvtiers_fs import diagnosis
@@ -174,6 +174,51 @@ def orphans():
     assert [each.exists() for each in left] == [False, False, layout == "files"]
 
 
+def closed():
+    path = new_directory("closed")
+    names = [f"{space}/m-{'0' * 24}/{number:072x}" for space in ("shut", "open") for number in range(20)]
+
+    def write(names):
+        store = opened(path)
+        refused = 0
+        for name in names:
+            try:
+                store.write(name, memoryview(bytes(4096)))
+            except WritesRefused as error:
+                assert "may not be written to: Permission denied" in str(error)
+                refused += 1
+        store.close()
+        return refused
+
+    assert as_user(1001, lambda: write(names)) == 0
+    (path / "shut").chmod(0o700)
+    file = next(each for each in (path / "open").rglob("*") if each.is_file())
+    file.chmod(0o600)
+
+    def read():
+        store = opened(path)
+        back = memoryview(bytearray(4096))
+        assert store.exists(names) == [False] * 20 + [True] * 20
+        assert [store.read_into(name, back) for name in names[:20]] == [False] * 20
+        assert sum(store.read_into(name, back) for name in names[20:]) == 19
+        store.close()
+        assert write(names) == 20
+        store = opened(path)
+        assert all(store.read_into(name, back) for name in names[20:]), "it was written again"
+        path.chmod(0)
+        for call in (lambda: store.exists(names[:1]), lambda: store.read_into(names[0], back)):
+            try:
+                call()
+            except PermissionError:
+                continue
+            raise AssertionError("a directory that is closed is no folder that is passed over")
+        path.chmod(0o770)
+        store.close()
+
+    os.chown(path, 1002, 54321)
+    assert as_user(1002, read) == 0
+
+
 globals()[scene]()
 """
 
@@ -203,6 +248,10 @@ def test_what_a_killed_writer_left_with_its_own_permissions_is_mended_when_its_u
 
 def test_a_folder_that_may_not_be_listed_costs_itself_alone():
     play("files", "unlisted")
+
+
+def test_a_folder_or_a_file_that_is_closed_is_no_failure_of_the_whole_tier():
+    play("files", "closed")
 
 
 @pytest.mark.parametrize("layout", ["files", "slab"])

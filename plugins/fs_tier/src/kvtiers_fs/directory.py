@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 _LIST = os.O_RDONLY | os.O_DIRECTORY
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # say nothing about the folder
-_MOST_NOTED = 1000
+_MOST_NOTED, _MOST_LINES = 1000, 5
 _FOLDER_SECONDS = 5.0  # a try fails only if another process removes the folder, as empty, at that very moment
 
 Opener = Callable[[int, str, int], int]
@@ -121,10 +121,21 @@ class Directory:
         return self._skipped.copy()
 
     def skip(self, path: str, error: OSError) -> None:
-        """Record that a file or folder cannot be listed or removed: that costs it alone. Logged once."""
+        """Record that a file or folder cannot be listed, used or removed: that costs it alone. Logged for the first."""
         if path not in self._skipped and len(self._skipped) < _MOST_NOTED:
             self._skipped[path] = reason = error.strerror or str(error)
-            _log.warning("%r in the directory is passed over: %s", path[:200], reason)
+            if len(self._skipped) <= _MOST_LINES:
+                _log.warning("%r in the directory is passed over: %s", path[:200], reason)
+
+    def skip_closed(self, path: str, error: OSError) -> None:
+        """Do ``skip`` for what this user may not use; raise the error if it is another, or the root is closed as well.
+
+        So a folder of another user's costs itself alone, and a mount whose rights have ended is a failure all the same.
+        """
+        if error.errno not in {errno.EACCES, errno.EPERM}:
+            raise error
+        os.close(self.open(".", _LIST))
+        self.skip(path, error)
 
     def close(self) -> None:
         """Close the root."""

@@ -110,7 +110,8 @@ class FsStore(ChunkStore):
             self._limits.record(name)
         except OSError as error:
             if error.errno not in _FULL and error.errno != errno.EROFS:
-                raise
+                self._directory.skip_closed(place.folder, error)
+                raise WritesRefused(f"{place.folder!r} may not be written to: {error.strerror}") from None
             self._dropped += 1
             if error.errno == errno.EROFS:  # as ext4 makes itself after an error of the disk: it is read all the same
                 raise WritesRefused(f"the file system of {str(self._config.path)!r} has become read-only") from None

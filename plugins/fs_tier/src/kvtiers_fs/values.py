@@ -82,9 +82,9 @@ class ValueFiles:
             finally:
                 os.close(fd)
         except OSError as error:
-            if error.errno in GONE:
-                return False
-            raise
+            if error.errno not in GONE:
+                self._directory.skip_closed(place.folder, error)
+            return False
         return stat.S_ISREG(about.st_mode) and not self._is_expired(about)
 
     def _is_expired(self, about: os.stat_result) -> bool:
@@ -99,9 +99,9 @@ class ValueFiles:
         try:
             fd = self._open(f"{place.folder}/{place.leaf}")
         except OSError as error:
-            if error.errno in GONE:
-                return 0
-            raise
+            if error.errno not in GONE:
+                self._directory.skip_closed(f"{place.folder}/{place.leaf}", error)
+            return 0
         try:
             about = os.fstat(fd)
             if not self._is_value(about, nbytes, shorter=shorter):
