@@ -12,6 +12,7 @@ import pytest
 from kvtiers.api import StoreFull
 from kvtiers_fs import evictor
 from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.store import FsStore
 
 PAGE = 4096
 DAY = 86400.0
@@ -440,3 +441,22 @@ def test_a_file_with_holes_that_is_larger_than_the_capacity_costs_no_value(folde
     assert store.exists(written) == [True] * 90
     assert not planted.exists()
     assert store.stats()["bytes"] == 90 * PAGE
+
+
+def test_a_tiers_directory_inside_anothers_keeps_its_values(folder, value, names):
+    outer = folder.open(capacity=100 * PAGE)
+    fill(outer, names(80), value)
+    config = FsConfig(type="fs", path=folder.path / "inner", capacity=100 * PAGE, min_free=0)
+    inner = FsStore(config)
+    folder.stores.append(inner)
+    kept = names(60)
+    fill(inner, kept, value)
+    for name in kept:
+        path = config.path / folder.file(name).relative_to(folder.path)
+        folder.age_file(path, DAY)
+    folder.count_again(outer)
+    fill(outer, names(200), value)
+    folder.settle(outer)
+    assert inner.exists(kept) == [True] * 60
+    assert not any(name.startswith("inner/") for name in folder.names(outer))
+    assert outer.stats()["values"] <= 95

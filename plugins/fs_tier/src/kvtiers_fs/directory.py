@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
+from kvtiers_fs.config import FORMAT_FILE
 from kvtiers_fs.paths import LONGEST_NAME, is_piece_folder, name_part, shard_folder, shard_number
 
 __all__ = [
@@ -299,7 +300,10 @@ class Directory:
         while rest:
             folder, name, pieces = rest.pop()
             shards: set[int] = set()
-            for entry, is_folder in self._scan(folder, lambda entry: (entry.name, entry.is_dir(follow_symlinks=False))):
+            entries = self._scan(folder, lambda entry: (entry.name, entry.is_dir(follow_symlinks=False)))
+            if folder and any(entry == FORMAT_FILE for entry, _ in entries):
+                continue  # the directory of another tier, whose values are not ours to count or evict
+            for entry, is_folder in entries:
                 number = shard_number(entry)
                 if not is_folder or entry.startswith("."):
                     continue
