@@ -149,8 +149,8 @@ def _try_as_other_engines(cell, own):
             layout = layouts.get(name[: name.rindex("/") + 1])
             if parsed is None or layout is None:
                 continue  # of the other weights
-            key = bytes.fromhex(name.rpartition("/")[2])
-            group = int.from_bytes(key[-4:], "big")
+            last = name.rpartition("/")[2]
+            group = int.from_bytes(parsed.key[-4:], "big")
             assert store.read_into(name, room[:nbytes])
             names_here = StorageNames.of_layout(cell.namespace, layout)
             verdict = check_value(room[:nbytes], layout.payload_bytes(group), name, names_here.layout_id)
@@ -158,9 +158,10 @@ def _try_as_other_engines(cell, own):
             for engine in cell.other_engines:
                 model = dataclasses.replace(layout.model, engine=engine)
                 there = StorageNames.of_layout(cell.namespace, dataclasses.replace(layout, model=model))
-                assert there.name(key) != name, f"{engine} would look under the same name"
-                assert not store.exists([there.name(key)])[0], f"{engine} would find it"
-                for under in (name, there.name(key)):
+                its_name = there.prefix + last
+                assert its_name != name, f"{engine} would look under the same name"
+                assert not store.exists([its_name])[0], f"{engine} would find it"
+                for under in (name, its_name):
                     verdict = check_value(room[:nbytes], layout.payload_bytes(group), under, there.layout_id)
                     assert verdict is not SealVerdict.OK, f"{engine} would take the value"
             tried += 1

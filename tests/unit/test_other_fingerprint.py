@@ -9,8 +9,11 @@ from tests.unit.test_runtime import KEYS, LAYOUT, config, copied, running, step_
 
 from kvtiers.cli.main import cli
 from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.layout.fingerprint_record import read_layout
 from kvtiers.runtime import EngineFacts
 from kvtiers.types import BlockSpec, RequestContext
+from kvtiers_fs.config import FsConfig
+from kvtiers_fs.store import FsStore
 
 OTHER = dataclasses.replace(LAYOUT, model=dataclasses.replace(LAYOUT.model, kv_dtype="fp8"))
 
@@ -78,3 +81,30 @@ def test_an_engine_that_shares_nothing_leaves_no_record_and_says_nothing(disk, t
             store(e)
     assert said(caplog) == []
     assert not list((tmp_path / "store").rglob("*_layout*"))
+
+
+def read_layout_field(disk, name):
+    store = FsStore(FsConfig(**disk), read_only=True)
+    [record] = [entry.name for entry in store.list("") if entry.name.count("-") == 0 and "/_layout/" in entry.name]
+    document = read_layout(store, record.partition("/")[0], record.rpartition("/")[2])
+    store.close()
+    return document.get(name)
+
+
+def test_an_engine_without_compression_says_that_it_does_not_find_compressed_values(disk, caplog):
+    pytest.importorskip("zstandard")
+
+    def said_with(compression):
+        caplog.clear()
+        with running(config(secondary=[disk | {"io": "thread", "compression": compression}])) as engine:
+            store(engine)
+        return [line for line in caplog.messages if "the latest values of this model are compressed (zstd)" in line]
+
+    assert said_with("zstd") == said_with("read") == said_with("zstd") == []
+    [line] = said_with("none")
+    assert line.startswith("fs: ")
+    assert line.endswith("does not find them; set 'compression: read', or 'zstd'")
+    assert read_layout_field(disk, "compression") == "zstd"
+    disk["path"] += "-uncompressed"
+    assert said_with("none") == said_with("read") == said_with("zstd") == []
+    assert read_layout_field(disk, "compression") is None, "what is there is not compressed"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 from pathlib import Path
@@ -43,6 +44,17 @@ def running(config, layout=LAYOUT, **options):
     finally:
         worker.shutdown()
         manager.shutdown(10)
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_time_that_no_clock_reaches_is_a_long_one(io):
+    manager = kvtiers.open_manager(config(secondary=[{**MEMORY, "io": io}]), LAYOUT)
+    worker = kvtiers.open_worker(config(), LAYOUT, [np.zeros((1, 4000), np.uint8)], engine_id=manager.engine_id)
+    try:
+        manager.wait_ready(math.inf)
+    finally:
+        worker.shutdown()
+        manager.shutdown(math.inf)
 
 
 def queued_loggers():

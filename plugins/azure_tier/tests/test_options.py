@@ -91,3 +91,16 @@ def test_secrets_come_from_the_environment_or_a_file_and_never_print(monkeypatch
 
 def test_the_readme_has_every_option_with_its_type_and_its_default():
     assert set(documented(README)) == own_options(AzureConfig)
+
+
+def test_the_place_is_the_account_the_container_and_the_prefix_and_no_secret(tmp_path):
+    assert config().place == config(name="two", threads=3).place == "acc kv-cache/"
+    text = "DefaultEndpointsProtocol=https;AccountName=acc;AccountKey=aHVudGVyMg==;EndpointSuffix=core.windows.net"
+    assert config(account="", connection_string=text, prefix="a").place == "acc kv-cache/a"
+    assert config(account="", emulator=True).place == "emulator kv-cache/"
+    key = tmp_path / "key"
+    key.write_text("BlobEndpoint=https://example.org")
+    tier = config(account="", connection_string={"file": str(key)})
+    assert tier.place == "", "it is not known"
+    key.unlink()
+    assert tier.place == ""

@@ -12,6 +12,7 @@ import pytest
 from kvtiers.api import StoreFull
 from kvtiers_fs import evictor
 from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.store import FsStore
 
 PAGE = 4096
 DAY = 86400.0
@@ -354,3 +355,108 @@ def test_a_killed_writers_file_from_when_a_clock_was_ahead_is_reclaimed(folder, 
     folder.age_file(left, 3600)
     folder.count_again(store)
     assert not left.exists()
+
+
+NESTED = 1400
+
+
+def _nest(path, part):
+    at = os.open(path, os.O_RDONLY)
+    for _ in range(NESTED):
+        os.mkdir(part, dir_fd=at)
+        before, at = at, os.open(part, os.O_RDONLY, dir_fd=at)
+        os.close(before)
+    os.close(at)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [b"\xff+", b"\xff.txt", b".tmp-folder", b"abc+", b"a", b"a" * 200 + b"+", b"@00"],
+    ids=lambda name: repr(name)[:9],
+)
+def test_a_foreign_folder_costs_no_eviction_and_no_listing(folder, value, names, foreign):
+    """Neither one that is nested too deep, nor one whose name is no UTF-8, nor one in a temporary file's place."""
+    folder.path.mkdir(0o700)
+    store = folder.open(capacity=100 * PAGE)
+    inner = folder.path / os.fsdecode(foreign)
+    inner.mkdir()
+    if foreign.startswith(b"a"):
+        _nest(inner, foreign.decode())
+    else:
+        (inner / os.fsdecode(b"\xfe")).write_bytes(b"x")
+        folder.age_file(inner, DAY)
+    fill(store, names(300), value)
+    folder.settle(store)
+    assert store.stats()["evicted_values"] >= 200
+    assert len(folder.names(store)) == store.stats()["values"] <= 95
+    assert store.stats()["skipped"] <= 1, "which is not empty, or longer than a path may be"
+    subprocess.run(["rm", "-rf", str(inner)], check=True)
+
+
+def test_a_temporary_folder_of_a_killed_writer_is_removed(folder):
+    store = folder.open()
+    left = folder.path / ".tmp-folder-0123"
+    left.mkdir()
+    folder.settle(store)
+    assert left.exists(), "it may be just being made"
+    folder.age_file(left, DAY)
+    folder.count_again(store)
+    assert not left.exists()
+    assert store.stats()["reclaimed_files"] == 1
+
+
+def test_a_file_that_cannot_be_removed_costs_no_other_its_eviction(folder, value, names, monkeypatch):
+    store = folder.open(capacity=100 * PAGE)
+    kept = names(20)
+    fill(store, kept, value)
+    for name in kept:
+        folder.age(name, DAY)
+    shut = {folder.file(name).name for name in kept}
+    original = os.unlink
+
+    def refuse(leaf, **where):
+        if leaf in shut:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        original(leaf, **where)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    fill(store, names(300), value)
+    folder.settle(store)
+    assert set(kept) <= set(folder.names(store))
+    assert store.stats()["evicted_values"] >= 200
+    assert store.stats()["values"] <= 95
+    assert store.stats()["skipped"] == 20
+
+
+def test_a_file_with_holes_that_is_larger_than_the_capacity_costs_no_value(folder, value, names):
+    store = folder.open(capacity=100 * PAGE)
+    written = names(90)
+    fill(store, written, value)
+    for name in written:
+        folder.age(name, DAY)
+    planted = folder.file(written[0]).with_name(names(1)[0].rpartition("/")[2])
+    with planted.open("wb") as file:
+        file.truncate(1 << 40)
+    folder.count_again(store)
+    assert store.exists(written) == [True] * 90
+    assert not planted.exists()
+    assert store.stats()["bytes"] == 90 * PAGE
+
+
+def test_a_tiers_directory_inside_anothers_keeps_its_values(folder, value, names):
+    outer = folder.open(capacity=100 * PAGE)
+    fill(outer, names(80), value)
+    config = FsConfig(type="fs", path=folder.path / "inner", capacity=100 * PAGE, min_free=0)
+    inner = FsStore(config)
+    folder.stores.append(inner)
+    kept = names(60)
+    fill(inner, kept, value)
+    for name in kept:
+        path = config.path / folder.file(name).relative_to(folder.path)
+        folder.age_file(path, DAY)
+    folder.count_again(outer)
+    fill(outer, names(200), value)
+    folder.settle(outer)
+    assert inner.exists(kept) == [True] * 60
+    assert not any(name.startswith("inner/") for name in folder.names(outer))
+    assert outer.stats()["values"] <= 95

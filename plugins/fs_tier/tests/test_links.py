@@ -50,6 +50,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(folder, store, outside, val
     victim = plant_folder(folder, name, outside, level)
     before = sorted(outside.rglob("*"))
     assert read(store, name) is None
+    assert store.exists([name]) == [False]
     store.delete([name])
     with pytest.raises(OSError, match=r"symbolic links|Not a directory"):
         store.write(name, value(2))

@@ -74,3 +74,9 @@ def test_the_rules_for_a_prefix_do_what_is_wanted(prefix):
 )
 def test_a_rule_counts_if_it_is_for_all_of_the_prefix(rule, expected):
     assert effect_of([rule], "team/kv/") == expected
+
+
+def test_the_place_is_the_endpoint_the_bucket_and_the_prefix():
+    assert config().place == config(name="two", threads=3).place == "gs://kv-cache/"
+    assert config(prefix="a").place == "gs://kv-cache/a"
+    assert config(endpoint="http://fake:4443").place == "http://fake:4443//kv-cache/"

@@ -129,3 +129,9 @@ def test_values_may_be_kept_on_the_own_machine(shared_master, open_store):
         for name in names
     }
     assert len(places) == 1, "the other process's segment has room, too"
+
+
+def test_the_place_is_the_master_and_the_tenant():
+    assert config().place == config(master="10.0.0.1:50051", name="two").place == "10.0.0.1:50051 tenant default"
+    assert config(tenant="blue").place == "10.0.0.1:50051 tenant blue"
+    assert config(master="etcd://10.0.0.1").place == "etcd://10.0.0.1 tenant default"

@@ -120,3 +120,14 @@ def test_the_readme_has_every_option_with_its_type_and_its_default():
     assert {o.default for o in own if o.name in said} == {"none"}
     assert set(documented()) == written
     assert all(option.description for option in own)
+
+
+def test_the_place_is_the_servers_the_database_and_the_prefix():
+    same = [config(url, topology="cluster") for url in ("redis://a,b:1", "rediss://b:1,a:6379")]
+    assert {tier.place for tier in same} == {"a:6379,b:1 database 0"}
+    unix = config("unix:///run/redis.sock", prefix="kv:")
+    assert unix.place == "/run/redis.sock database 0 prefix kv:"
+    assert config("redis://cache/1").place == config("redis://cache:6379", database=1).place == "cache:6379 database 1"
+    others = [config("redis://cache"), config("redis://cache", prefix="a"), config("redis://cache2")]
+    others += [config("redis://cache", topology="sentinel", master=name) for name in ("one", "two")]
+    assert len({tier.place for tier in others}) == 5

@@ -141,3 +141,9 @@ def test_the_readme_has_every_option_with_its_type_and_its_default():
     written = {(o.name, o.type, "required" if o.required else "" if o.default == "none" else o.default) for o in own}
     assert set(documented()) == written
     assert all(option.description for option in own)
+
+
+def test_the_place_is_the_endpoint_the_bucket_and_the_prefix():
+    assert config().place == config(name="two", threads=3).place == "s3://some-bucket/"
+    places = {config(prefix="a").place, config(endpoint="https://minio:9000/").place, config(bucket="other").place}
+    assert places == {"s3://some-bucket/a", "https://minio:9000//some-bucket/", "s3://other/"}

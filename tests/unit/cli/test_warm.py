@@ -92,6 +92,9 @@ def test_a_name_of_a_tenants_value_is_a_key_with_the_tenant_and_one_that_is_hidd
     refused = engine.run("--from", "a", "--keys", write(tmp_path, hidden))
     assert refused.exit_code != 0
     assert "keys.txt:1: the names of encrypted values hide their keys" in refused.stderr
+    refused = engine.run("--from", "a", "--keys", write(tmp_path, names.name(bytes(48))))
+    assert refused.exit_code != 0
+    assert "keys.txt:1: a name with 'h' has a hash of a long key; expected the key itself" in refused.stderr
 
 
 def test_a_full_primary_ends_it_and_says_how_many_keys_were_left(engine, tmp_path):

@@ -1,7 +1,9 @@
 """A client over tiers on threads of this process: what it refuses, what it never raises, and whose values it finds."""
 
 import dataclasses
+import hashlib
 import logging
+import math
 import re
 import threading
 from pathlib import Path
@@ -14,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvtiers
 import kvtiers.metrics
 from kvtiers import ModelIdentity, open_client, request_hints
-from kvtiers.api import ConfigError, StartError
+from kvtiers.api import ConfigError, StartError, make_offload_key
 from kvtiers.client.open import client_layout
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor
 from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
@@ -174,6 +176,17 @@ def test_each_call_refuses_the_same_mistakes_and_answers_for_the_rest(client, ca
     assert "client: refused values of 7 bytes; this client's have 1000, 5000 bytes" in caplog.text
 
 
+def test_a_long_key_and_the_key_that_is_its_hash_have_a_value_each(client):
+    long = b"the text of a prompt, as a key of more than 43 bytes"
+    short = hashlib.sha256(make_offload_key(long, 0)).digest()
+    client.put([long], [value(1)])
+    assert client.exists([long, short]) == [True, False]
+    client.put([short], [value(2)])
+    back = [bytearray(1000), bytearray(1000)]
+    assert client.get_into([long, short], back) == [True, True]
+    assert [bytes(one) for one in back] == [bytes(value(1)), bytes(value(2))]
+
+
 def test_each_key_is_looked_up_by_itself(client):
     client.put([KEYS[1], KEYS[3]], [value(1), value(3)])
     client.put(KEYS[:1], [value(0, 5000)])
@@ -231,6 +244,26 @@ def test_a_value_in_a_read_only_tier_stays_and_one_in_a_tier_that_cannot_delete_
         assert sum(client.get_into(KEYS, [bytearray(1000) for _ in KEYS])) == 0
     with open_client(config({"type": "memory-async", "max_blocks": 64}), IDENTITY, 1000) as client:
         assert client.delete(KEYS[:1]) == [False]
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, 300 * 365 * 86400.0, threading.TIMEOUT_MAX, 10**400])
+def test_a_timeout_that_no_clock_reaches_is_a_long_one(timeout):
+    with open_client(config(MEMORY), IDENTITY, 1000, bounce_bytes=1 << 16, deadline=timeout) as client:
+        for given in (timeout, None):
+            assert client.put(KEYS[:2], [value(0), value(1)], given).stored == [True, True]
+            assert client.get_into(KEYS[:3], [bytearray(1000) for _ in range(3)], given) == [True, True, False]
+            assert client.exists(KEYS[:3], timeout=given) == [True, True, False]
+            assert client.exists_prefix(KEYS[:3], timeout=given) == 2
+            assert client.prefetch(KEYS[:2], timeout=given) is not None
+            assert client.delete(KEYS[:1], timeout=given) == [True]
+        assert client.stats()["failed_calls"] == 0
+        assert client.stats()["tiers"]
+        client.close(timeout)
+        assert client.stats()["failed_calls"] == 0
+
+
+def test_a_timeout_that_is_no_number_is_over_at_once(client):
+    assert client.put(KEYS[:1], [value(0)], timeout=math.nan).stored == [False]
 
 
 def test_a_call_without_time_is_over_at_once(client):

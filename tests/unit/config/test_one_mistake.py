@@ -4,6 +4,8 @@
 
 import pytest
 
+from kvtiers.config import load_config
+
 MINIMAL = "version: 1\nprimary: {capacity: 1GiB}\n"
 # Each line stands for nine times what the one before it does.
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -162,3 +164,15 @@ def test_all_mistakes_are_reported_at_once(wrong):
     assert [line.partition(": ")[0] for line in lines] == [
         "version", "primary.capacity", "secondary[0] (shelf)", "secondary[1] (shelf)",
     ]  # fmt: skip
+
+
+def test_two_tiers_of_one_store_are_refused_by_their_names(wrong):
+    fs = "type: fs, capacity: 1GiB"
+    tiers = f"{{{fs}, name: one, path: /a}}, {{{fs}, path: /b}}, {{{fs}, name: two, path: /a//}}"
+    (line,) = wrong(MINIMAL + f"secondary: [{tiers}]\n")
+    assert line.startswith("secondary[2] (fs): 'two' is the same store as 'one' (/a): each value would be written and ")
+
+
+def test_two_tiers_of_which_nobody_says_what_their_stores_are_may_be_two(tiers_yaml, shelf):
+    tiers_yaml.write_text(MINIMAL + "secondary: [{type: shelf, path: /a}, {type: shelf, name: two, path: /a}]\n")
+    assert len(load_config(tiers_yaml).secondary) == 2

@@ -47,3 +47,20 @@ def test_a_secret_is_not_in_the_line_about_it(wrong, with_tier):
         "password: 'hunter2${'",
     ):
         assert "hunter" not in "".join(wrong(with_tier(options)))
+
+
+def test_line_breaks_behind_a_variable_are_left_out_as_those_at_the_end_of_a_secrets_file(
+    tiers_yaml, shelf, with_tier, monkeypatch, tmp_path
+):
+    (tmp_path / "key").write_bytes(b" two\nlines \r\n")
+    monkeypatch.setenv("KVTIERS_TEST_SECRET", " two\nlines \r\n")
+    monkeypatch.setenv("KVTIERS_TEST_RACK", "a1\n")
+    tiers_yaml.write_text(
+        with_tier(
+            f"password: ${{KVTIERS_TEST_SECRET}}\nkeys: [{{file: '{tmp_path}/key'}}]\n"
+            "labels: {rack: '${KVTIERS_TEST_RACK}-${KVTIERS_TEST_RACK}'}"
+        )
+    )
+    (tier,) = load_config(tiers_yaml).secondary
+    assert tier.password.reveal() == tier.keys[0].reveal() == " two\nlines "
+    assert tier.labels == {"rack": "a1-a1"}

@@ -76,7 +76,10 @@ def quota_of(quotas: Mapping[str, int], tenant: str) -> int | None:
 
 
 def expand_variables(text: str) -> str:
-    """Replace each ``${NAME}`` by that environment variable's value; an unset one is a ValueError."""
+    """Replace each ``${NAME}`` by that environment variable's value; an unset one is a ValueError.
+
+    Line breaks at its end are left out, as at the end of a secret's file: what wrote it there often appends one.
+    """
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1]
@@ -86,7 +89,7 @@ def expand_variables(text: str) -> str:
             raise ValueError(f"{match[0]!r} does not name an environment variable")
         if name not in os.environ:
             raise ValueError(f"environment variable {name!r} is not set")
-        return os.environ[name]
+        return os.environ[name].rstrip("\r\n")
 
     return _VARIABLE.sub(value_of, text)
 
@@ -318,6 +321,15 @@ class TierConfig(StrictModel):
     def tier_name(self) -> str:
         """The tier's name: ``name``, or its type."""
         return self.name or self.type
+
+    @property
+    def place(self) -> str:
+        """Which store this is, among those of the tier's type: a path, or a server and a prefix; "": it is not known.
+
+        Two tiers of one config with one place are refused: each value would be written and looked up twice. No secret,
+        since it is shown, and found without asking anybody: not for a host's other names, for example.
+        """
+        return ""
 
     @field_validator("processes")
     @classmethod

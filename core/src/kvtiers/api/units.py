@@ -24,6 +24,7 @@ __all__ = [
     "format_size",
     "parse_duration",
     "parse_size",
+    "waitable",
 ]
 
 RESOLVED = "kvtiers.resolved"
@@ -81,6 +82,14 @@ def parse_duration(value: object) -> float:
     if number * factor > _LONGEST_SECONDS:
         raise ValueError(f"{value!r} is too long; expected at most {format_duration(_LONGEST_SECONDS)}")
     return number * factor
+
+
+def waitable(seconds: float) -> float:
+    """Return a caller's duration as one that can be waited for: 0 at least, 100 years at most, as in a config.
+
+    The kernel's clock and Python's waits end at 292 years, with an OverflowError: so does ``math.inf``.
+    """
+    return min(max(0.0, seconds), _LONGEST_SECONDS)
 
 
 def _size(value: object, info: ValidationInfo) -> Any:

@@ -287,7 +287,7 @@ def _listed(config: str, tier: str, value_bytes: int) -> dict[str, list[OffloadK
             raise ConfigError(session.failure or "interrupted")
     keys: dict[str, list[OffloadKey]] = {}
     for value in found:
-        if value.parsed is not None:
+        if value.parsed is not None and not value.parsed.is_hashed:
             key = _key_of(value.parsed, f"{config}: tier {tier!r}")
             keys.setdefault(value.parsed.fingerprint, []).append(key)
     return keys
@@ -298,6 +298,8 @@ def _key_of(parsed: ParsedName, where: str) -> OffloadKey:
         raise ConfigError(
             f"{where}: the names of encrypted values hide their keys; expected the keys themselves, by --keys"
         )
+    if parsed.is_hashed:
+        raise ConfigError(f"{where}: a name with 'h' has a hash of a long key; expected the key itself")
     return with_tenant(parsed.key, parsed.tenant)
 
 

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from kvtiers._failures import log_with_backoff
+from kvtiers.api.units import waitable
 from kvtiers.client.arguments import Arguments
 from kvtiers.client.buffers import Views
 from kvtiers.client.driver import CLOSED, Driver
@@ -53,7 +54,9 @@ class Client:
     ``value_bytes``; of another length it is not stored, and not found. A buffer lies in host memory (``memoryview``)
     or in a GPU's (``__cuda_array_interface__``: CUDA tensors of torch); a call waits for the work queued on such a
     buffer's stream, torch's current one, and ends when its own copies have ended. ``timeout``: seconds in which
-    the call ends, by default the client's; what is not done by then is False in its result. ``tenant``: whose values
+    the call ends, by default the client's; what is not done by then is False in its result. With values in the
+    client's region a call that is late first takes their memory back from the tier hosts: that takes up to .15 s, and
+    where a host is stopped while it uses them, until it has been killed and reaped. ``tenant``: whose values
     they are, by default the client's; another one's, or those of none, are never found, stored or removed. No call
     raises: mistakes, failures and a closed client are results too, counted in ``stats``, and logged with backoff.
     """
@@ -77,7 +80,7 @@ class Client:
         self._driver = driver
         self._rows = rows
         self._value_bytes = value_bytes
-        self._deadline = deadline
+        self._deadline = waitable(deadline)
         self._tier_stats = tier_stats
         self._close = close
         self._state = ClientState()
@@ -225,7 +228,7 @@ class Client:
 
     def _close_once(self, timeout: float) -> None:
         if self._state.close():
-            self._close(timeout)
+            self._close(waitable(timeout))
 
     def _put(
         self,
@@ -355,7 +358,7 @@ class Client:
         return found
 
     def _until(self, timeout: float | None) -> float:
-        return time.monotonic() + (self._deadline if timeout is None else max(0.0, timeout))
+        return time.monotonic() + (self._deadline if timeout is None else waitable(timeout))
 
     def _never_raises(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
         if self._state.is_forked:

@@ -73,6 +73,7 @@ def _validate(document: Mapping[Any, Any]) -> OffloadConfig:
     except ValidationError as error:
         raise ConfigError([*problems_in(error, OffloadConfig, document), *tier_problems]) from None
     problems = [*_eviction_problems(config.primary.eviction), *_encryption_problems(config), *tier_problems]
+    problems += _place_problems(config)
     if config.tenants is not None:
         problems += config.tenants.problems(config.namespace)
     else:
@@ -95,6 +96,18 @@ def _eviction_problems(name: str) -> list[str]:
     except ConfigError as error:
         return [f"primary.eviction: {problem}" for problem in error.problems]
     return []
+
+
+def _place_problems(config: OffloadConfig) -> list[str]:
+    """Return a line for each tier whose store another one before it has already."""
+    problems, first = [], dict[tuple[str, str], TierConfig]()
+    for where, tier in _placed(config.secondary):
+        if tier.place and (same := first.setdefault((tier.type, tier.place), tier)) is not tier:
+            problems.append(
+                f"{where}: {tier.tier_name!r} is the same store as {same.tier_name!r} ({tier.place}): each value would "
+                "be written and looked up twice; leave one of them out"
+            )
+    return problems
 
 
 def _encryption_problems(config: OffloadConfig) -> list[str]:

@@ -11,13 +11,15 @@ from typing import Any
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore
+from kvtiers.api.config import Compression
 from kvtiers.encryption.keys import KeyRing
 from kvtiers.layout.fingerprint_record import (
+    COMPRESSION_FIELD,
     KEY_FIELD,
     Described,
     compare_layouts,
     read_layout,
-    with_key,
+    with_fields,
     write_layout,
 )
 from kvtiers.layout.storage_name import StorageNames
@@ -34,8 +36,9 @@ class LayoutRecord:
     ``described``: the record that is still to be written; None: there is none, or it has been written.
     """
 
-    def __init__(self, described: Described | None, label: str) -> None:
+    def __init__(self, described: Described | None, label: str, compression: Compression = "none") -> None:
         self.described = described
+        self._compression = compression
         self._label = label
 
     def compare(self, store: ChunkStore, names: StorageNames, keys: KeyRing | None) -> None:
@@ -61,15 +64,25 @@ class LayoutRecord:
                 text[:_LONGEST_DIFFERENCE],
                 extra={"once": True},
             )
+        elif self._compression == "none" and theirs.get(COMPRESSION_FIELD) == "zstd":
+            _log.warning(
+                "%s: the latest values of this model are compressed (zstd), so this engine, which has 'compression: "
+                "none', does not find them; set 'compression: read', or 'zstd'",
+                self._label,
+                extra={"once": True},
+            )
 
     def write(self, store: ChunkStore, names: StorageNames, epoch: str, keys: KeyRing | None) -> None:
         """Write the record to the store, with the first value of these names; later calls do nothing."""
         described, self.described = self.described, None
         if described is None or not described.is_of(names):
             return
-        key = "" if keys is None else keys.current.id
+        stored = {
+            KEY_FIELD: "" if keys is None else keys.current.id,
+            COMPRESSION_FIELD: "zstd" if self._compression == "zstd" else "",
+        }
         with plugin_boundary() as writing:
-            write_layout(store, names.of_epoch(epoch), with_key(described.document, key))
+            write_layout(store, names.of_epoch(epoch), with_fields(described.document, stored))
         if writing.error:
             _log.debug("%s: its layout is not recorded: %s", self._label, writing.error)
 

@@ -85,7 +85,7 @@ class TransferPool:
         self._reopen = reopen
         self._emit = emit
         self._label = label
-        self._record = LayoutRecord(described, label)
+        self._record = LayoutRecord(described, label, options.compression)
         self._stop = threading.Event()
         self._opener = StoreOpener(
             views, self._record, self._stop, label=label, pauses=reopen, claimed=claimed, encryption=encryption

@@ -24,12 +24,14 @@ from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = [
-    "KEY_FIELD", "Described", "change_key", "compare_layouts", "describe_layout", "is_layout_record", "read_layout",
-    "with_key", "write_layout",
+    "COMPRESSION_FIELD", "KEY_FIELD", "Described", "change_key", "compare_layouts", "describe_layout",
+    "is_layout_record", "read_layout", "with_fields", "write_layout",
 ]  # fmt: skip
 
 KEY_FIELD = "key"
 """Of a document: the id of the key that the values are encrypted with."""
+COMPRESSION_FIELD = "compression"
+"""Of a document: how the values are compressed, if they are."""
 _FOLDER = "_layout"
 _RECORD_BYTES = 4096
 _PAYLOAD_BYTES = _RECORD_BYTES - SEAL_BYTES
@@ -109,9 +111,10 @@ def _write(store: ChunkStore, name: str, document: str, *, over: bool) -> None:
     store.write(name, record.toreadonly())
 
 
-def with_key(document: str, key_id: str) -> str:
-    """Return a document that states which key the values are encrypted with; "": as it is, since they are not."""
-    return json.dumps(json.loads(document) | {KEY_FIELD: key_id}, sort_keys=True) if key_id else document
+def with_fields(document: str, fields: dict[str, str]) -> str:
+    """Return a document that states these, too, of how the values are stored; one that is "" is left out."""
+    stated = {name: value for name, value in fields.items() if value}
+    return json.dumps(json.loads(document) | stated, sort_keys=True) if stated else document
 
 
 def compare_layouts(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -119,7 +122,7 @@ def compare_layouts(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     differences = {
         name: (before, now)
         for name, before, now in _fields(theirs, ours)
-        if before != now and name not in {"fingerprint", "format", KEY_FIELD}
+        if before != now and name not in {"fingerprint", "format", KEY_FIELD, COMPRESSION_FIELD}
     }
     plain = [name for name in differences if name not in _DIGESTS]
     return [f"{name}: {differences[name][0]!r} there, {differences[name][1]!r} here" for name in plain or differences]

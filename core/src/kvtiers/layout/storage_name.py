@@ -3,11 +3,15 @@
 ``{namespace}[/t-{tenant}]/{model slug}-{fingerprint, 24 hex}/{key hex}``, lower case. Parts whose first character is
 ``_`` are core's own; ``t-{tenant}`` stands in the names of keys that have a tenant, and the key behind it has none.
 Names of encrypted values end in ``k{key id, 8 hex}{80 hex}`` (``encryption/keyed_names.py``), which is format 2.
+Those of long keys, below, are format 3: no engine known has such keys, callers of ``open_client`` may.
 
 Namespace and slug have at most 64 characters each, and a key of more than 47 bytes (a block hash of more than 43)
-stands in a name as its SHA-256 and its group: so a name has at most 64 + 1 + 64 + 1 + 24 + 1 + 94 = 249 characters, and
-fits where keys may have 250, as in memcached. vLLM's block hashes, of up to 32 bytes, give 227. A tenant takes its
+stands in a name as ``h{its SHA-256}{its group}``: so a name has at most 64 + 1 + 64 + 1 + 24 + 1 + 94 = 249 characters,
+and fits where keys may have 250, as in memcached. vLLM's block hashes, of up to 32 bytes, give 227. A tenant takes its
 characters from the namespace's: together they have at most 61.
+
+Two keys never have one name: a short key stands in its name as it is, and a seal binds a value to its name alone. The
+``h``, which is no hex digit, keeps the name of a long key apart from that of the short key that is this very hash.
 """
 
 import hashlib
@@ -24,8 +28,10 @@ __all__ = ["KEYED", "ParsedName", "StorageNames", "check_namespace", "check_tena
 
 NAME_FORMAT = 1
 KEYED_NAME_FORMAT = 2
+HASHED_NAME_FORMAT = 3
 KEYED = "k"
 """The first character of the last part of a keyed name: no hex digit."""
+_HASHED = "h"  # that of the name of a long key, which has a hash of it
 _FINGERPRINT_HEX = 24
 _LAYOUT_ID_HEX = 16
 _SLUG_LENGTH = 64
@@ -36,7 +42,8 @@ _WITH_TENANT = 61  # characters of a namespace and a tenant: "/t-" is the rest o
 _NAME = re.compile(
     r"(?P<namespace>[a-z0-9][a-z0-9._-]{0,63})/(?:t-(?P<tenant>[a-z0-9._-]+)/)?"
     rf"(?P<model>[a-z0-9][a-z0-9._-]*)-(?P<fingerprint>[0-9a-f]{{{_FINGERPRINT_HEX}}})/"
-    rf"(?:(?P<key>(?:[0-9a-f]{{2}})+)|{KEYED}(?P<key_id>[0-9a-f]{{8}})(?P<hidden>[0-9a-f]{{80}}))"
+    rf"(?:(?P<key>(?:[0-9a-f]{{2}})+)|{_HASHED}(?P<hashed>[0-9a-f]{{72}})"
+    rf"|{KEYED}(?P<key_id>[0-9a-f]{{8}})(?P<hidden>[0-9a-f]{{80}}))"
 )
 
 
@@ -153,14 +160,15 @@ def _in_name(key: OffloadKey) -> str:
 
 
 def _short(key: OffloadKey) -> str:
-    return hashlib.sha256(key).hexdigest() + key[-_GROUP_BYTES:].hex()
+    return f"{_HASHED}{hashlib.sha256(key).hexdigest()}{key[-_GROUP_BYTES:].hex()}"
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedName:
     """A storage name taken apart. ``fingerprint``: its first 24 hex digits. ``key``: what stands for it in the name.
 
-    ``key_id``: of a keyed name, the id of the key that it is made with; "" of a plain one.
+    ``key_id``: of a keyed name, the id of the key that it is made with; "" of a plain one. ``is_hashed``: a long key is
+    hashed in its name, which does not give it back.
     """
 
     namespace: str
@@ -169,6 +177,7 @@ class ParsedName:
     fingerprint: str
     key: OffloadKey
     key_id: str = ""
+    is_hashed: bool = False
 
     @property
     def layout_id(self) -> bytes:
@@ -186,6 +195,7 @@ def parse_name(name: str) -> ParsedName | None:
         tenant=match["tenant"] or "",
         model=match["model"],
         fingerprint=match["fingerprint"],
-        key=bytes.fromhex(match["key"] or match["hidden"]),
+        key=bytes.fromhex(match["key"] or match["hashed"] or match["hidden"]),
         key_id=match["key_id"] or "",
+        is_hashed=match["hashed"] is not None,
     )

@@ -25,6 +25,7 @@ from typing import Literal, TypeAlias
 
 from kvtiers._failures import logged_boundary
 from kvtiers.api import StartError
+from kvtiers.api.units import waitable
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.region.connection import Connection
 from kvtiers.region.handshake import (
@@ -156,13 +157,13 @@ class RegionJoin:
     def wait_change(self, seen: JoinStatus, timeout: float) -> JoinStatus:
         """Block until the status is another one than ``seen``, for at most so many seconds; return it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._status != seen, timeout)
+            self._changed.wait_for(lambda: self._status != seen, waitable(timeout))
             return self._status
 
     def wait(self, timeout: float) -> None:
         """Block until this rank is ready; StartError in one line if it will not be, or is not in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._status.state != "joining", timeout)
+            self._changed.wait_for(lambda: self._status.state != "joining", waitable(timeout))
             status = self._status
         if status.state == "joining":
             raise StartError(f"{self._where}: no scheduler let it in within {timeout:.3g} s")

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from kvtiers.api import StartError
+from kvtiers.api.units import waitable
 from kvtiers.region.handshake import SETTLED
 
 __all__ = ["PrefaultEnded", "RankGone", "RankJoined", "RankLost", "RankRefused", "RankTable", "RegionEvent"]
@@ -190,7 +191,7 @@ class RankTable:
         """Return what happened since the last call, in order; wait up to ``timeout`` seconds for the first."""
         events: list[RegionEvent] = []
         try:
-            events.append(self._events.get(timeout=timeout) if timeout > 0 else self._events.get_nowait())
+            events.append(self._events.get(timeout=waitable(timeout)) if timeout > 0 else self._events.get_nowait())
             while True:
                 events.append(self._events.get_nowait())
         except Empty:
@@ -201,7 +202,7 @@ class RankTable:
 
         ``settling``: the seconds more that ranks get to pin their rows once all have joined, where that is waited for.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + waitable(timeout)
         with self._changed:
             while not self._broken and not self.all_ready:
                 if self._setback and not self.all_joined:

@@ -22,6 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtiers.api import LookupResult, OffloadKey, TierConfig, tenant_of
 from kvtiers.api.keys import first_misfit, group_of
+from kvtiers.api.units import waitable
 from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
@@ -524,13 +525,14 @@ class TieringManager:
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Block until all ranks have joined; StartError names the missing or refused rank, or the required tier."""
-        self._engine.wait_ready(timeout)
+        self._engine.wait_ready(waitable(timeout))
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Drain the tiers within ``timeout`` seconds, log what was dropped, and release everything.
 
         Calls that come later are answered as if nothing were there.
         """
+        timeout = waitable(timeout)
         stepping = not self.lock.acquire(timeout=_STEP_SECONDS)
         closed, self._closed = self._closed, True
         for slot in self._slots:

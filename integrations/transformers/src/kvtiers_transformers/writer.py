@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kvtiers import Client
+from kvtiers.api.units import waitable
 from kvtiers_transformers.geometry import ValueKind
 from kvtiers_transformers.values import Frozen, new_values, pack, views_of
 
@@ -87,7 +88,7 @@ class Writer:
     def flush(self, timeout: float) -> bool:
         """Wait until everything that was submitted has been put, or has failed; False if it takes longer."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._waiting, timeout)
+            return self._lock.wait_for(lambda: not self._waiting, waitable(timeout))
 
     def counts(self) -> dict[str, int]:
         """Return how many values were stored, were not, and were left out since too much waited."""
@@ -96,7 +97,7 @@ class Writer:
 
     def close(self, timeout: float) -> None:
         """Flush, then end the thread."""
-        until = time.monotonic() + timeout
+        until = time.monotonic() + waitable(timeout)
         self.flush(timeout)
         with self._lock:
             self._is_closed = True

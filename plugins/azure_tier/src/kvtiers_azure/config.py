@@ -1,5 +1,6 @@
 """Options of the tier type ``azure``."""
 
+import contextlib
 import re
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ __all__ = ["AzureConfig"]
 
 _PART = re.compile(r"[A-Za-z0-9!_.*'()-]+")
 _CONTAINER = re.compile(r"[a-z0-9](?!.*--)[a-z0-9-]{1,61}[a-z0-9]|\$root")
+_OF_ACCOUNT = re.compile(r"(?:^|;)\s*AccountName\s*=\s*([^;\s]+)", re.IGNORECASE)
 _LEAST_PART = 1 << 20
 _MOST_PART = 4000 << 20  # Azure's own bound on a block
 
@@ -76,6 +78,16 @@ class AzureConfig(TierConfig):
     )
     put_price: float = Field(default=0.0065, ge=0, description="US dollars for 1,000 write and list operations")
     get_price: float = Field(default=0.0005, ge=0, description="US dollars for 1,000 read operations")
+
+    @property
+    def place(self) -> str:
+        """The account's endpoint, or the account, the container and the prefix."""
+        account = self.endpoint or self.account or ("emulator" if self.emulator else "")
+        if not account and self.connection_string is not None:
+            with contextlib.suppress(OSError, UnicodeDecodeError):  # a file that was readable when it was checked
+                named = _OF_ACCOUNT.search(self.connection_string.reveal())
+                account = named[1] if named else ""
+        return f"{account} {self.container}/{self.prefix}" if account else ""
 
     @field_validator("container")
     @classmethod

@@ -41,6 +41,7 @@ class FsConfig(TierConfig):
             "evicted_bytes": "Bytes of these.",
             "expired_values": "Values that were deleted for their age.",
             "reclaimed_files": "Files of killed writers that were deleted.",
+            "skipped": "Files and folders that could not be listed or removed.",
             "dropped_values": "Values that found no room.",
             "segments": "Segment files, of the layout 'slab'.",
             "kept_values": "Values that were in use and were copied instead of evicted, in the layout 'slab'.",
@@ -48,7 +49,7 @@ class FsConfig(TierConfig):
         }
     )
     when_full = "make room on the disk, or lower 'capacity': then it evicts before the disk is full"
-    shared_figures = frozenset({"bytes", "values", "free_bytes", "segments", "direct"})
+    shared_figures = frozenset({"bytes", "values", "free_bytes", "segments", "skipped", "direct"})
 
     path: Path = Field(description="the directory, absolute; made if only its last part is missing")
     capacity: Size = Field(gt=0, description="most bytes of values; the least recently used are evicted first")
@@ -71,6 +72,11 @@ class FsConfig(TierConfig):
     fsync: bool = Field(default=False, description="wait at each write until the value would survive a power cut")
     mode: Mode = Field(default="0600", description="permissions of files; directories get theirs to match")
     group: str = Field(default="", description="group of all files, by name or number: its members may share them")
+
+    @property
+    def place(self) -> str:
+        """The path."""
+        return str(self.path)
 
     @field_validator("path")
     @classmethod

@@ -11,10 +11,19 @@ from kvtiers.api import Finding
 from kvtiers.api.units import format_duration, format_size
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import Directory
+from kvtiers_fs.limits import ADVICE, Limits
 from kvtiers_fs.quota import UsageFile
 from kvtiers_fs.values import try_direct
 
-__all__ = ["Mount", "diagnose", "examine_access", "examine_direct", "examine_file_system", "mount_of"]
+__all__ = [
+    "Mount",
+    "diagnose",
+    "examine_access",
+    "examine_direct",
+    "examine_file_system",
+    "examine_skipped",
+    "mount_of",
+]
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _VOLATILE = {"tmpfs", "ramfs"}
@@ -31,17 +40,18 @@ class Mount(NamedTuple):
 
 
 def diagnose(
-    config: FsConfig, directory: Directory, usage: UsageFile, value_bytes: int, *, read_only: bool
+    config: FsConfig, directory: Directory, usage: UsageFile, value_bytes: int, limits: Limits | None
 ) -> Sequence[Finding]:
-    """Return the findings."""
+    """Return the findings. ``limits``: None of a store that is read-only, which keeps none."""
     findings = [
         *examine_file_system(config.path),
         *examine_access(config, directory),
         *_room(config, directory, usage),
+        *examine_skipped(directory),
         *_inodes(config, directory, value_bytes),
     ]
-    if not read_only:
-        findings += [*examine_direct(config, directory), *_locks(usage), *_clock(usage)]
+    if limits is not None:
+        findings += [*examine_limits(limits), *examine_direct(config, directory), *_locks(usage), *_clock(usage)]
     return findings
 
 
@@ -111,6 +121,25 @@ def _room(config: FsConfig, directory: Directory, usage: UsageFile) -> Iterator[
         )
     else:
         yield Finding("ok", f"{limits}; {held}")
+
+
+def examine_limits(limits: Limits) -> Iterator[Finding]:
+    """Yield in what the limits of the process that wrote last differ, if they do."""
+    if difference := limits.difference():
+        yield Finding("warning", difference, ADVICE)
+
+
+def examine_skipped(directory: Directory) -> Iterator[Finding]:
+    """Yield which files and folders could not be listed or removed, if there are such."""
+    skipped = directory.skipped
+    for path, reason in skipped.items():
+        others = f", and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+        yield Finding(
+            "warning",
+            f"{path[:200]!r}{others} cannot be listed or removed ({reason}): not counted in the capacity, not evicted",
+            "give it the directory's owner, group and mode, or move it elsewhere",
+        )
+        return
 
 
 def _inodes(config: FsConfig, directory: Directory, value_bytes: int) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvtiers_fs.directory import Directory, Found, Head
+from kvtiers_fs.limits import Limits
 from kvtiers_fs.paths import SHARDS, shard_folder
 from kvtiers_fs.quota import Index, Ledger, UsageFile
 
@@ -62,10 +63,18 @@ class Evictor:
     ledger: Ledger
 
     def __init__(
-        self, directory: Directory, usage: UsageFile, *, capacity: int, max_age: float | None, min_free: int
+        self,
+        directory: Directory,
+        usage: UsageFile,
+        limits: Limits,
+        *,
+        capacity: int,
+        max_age: float | None,
+        min_free: int,
     ) -> None:
         self._directory = directory
         self._usage = usage
+        self._limits = limits
         self._capacity = capacity
         self._max_age = max_age
         self._min_free = min_free
@@ -75,6 +84,7 @@ class Evictor:
         self.turn = threading.Lock()
         """Held for the length of a round."""
         self._next_warning = self._next_floor = 0.0
+        self._stuck_shards = 0  # shards in a row of which nothing could be removed
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._figures: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="kvtiers-fs-evictor", daemon=True)
@@ -125,6 +135,7 @@ class Evictor:
 
     def round(self) -> float:
         """Report, and do a part of the work if it is this process's turn; return the seconds until the next round."""
+        self._limits.look()
         with self.turn, self._usage.locked() as is_mine:
             if not is_mine:
                 return _BUSY_SECONDS
@@ -145,7 +156,10 @@ class Evictor:
         nbytes, values = index.total()
         self.ledger.publish(nbytes)
         free = float(free_bytes(self._directory.fd))
-        self._figures = {"bytes": nbytes, "values": values, "free_bytes": free, **self._counts}
+        skipped = len(self._directory.skipped)
+        self._figures = {
+            "bytes": nbytes, "values": values, "free_bytes": free, "skipped": skipped, **self._counts
+        }  # fmt: skip
 
     def _count(self, index: Index, until: float) -> bool:
         """Count the shards that are due; True if some were never counted."""
@@ -196,12 +210,22 @@ class Evictor:
         age = now - file.modified
         if file.last is None:
             what, is_due = "reclaimed_files", age > _ORPHAN_SECONDS
+        elif file.nbytes > self._capacity:  # no store with these limits wrote it: a file with holes, it may be
+            what, is_due = "evicted_values", True
         else:
             what, is_due = "expired_values", self._max_age is not None and age > self._max_age
         if not is_due:
             return False
-        self._counts[what] += self._directory.remove(file.folder, file.leaf) is not None
+        self._counts[what] += bool(self._remove(file))
         return True
+
+    def _remove(self, file: Found) -> bool | None:
+        """Remove a file; return whether it was there. None if it cannot be removed, which costs no other file."""
+        try:
+            return self._directory.remove(file.folder, file.leaf) is not None
+        except OSError as error:
+            self._directory.skip(f"{file.folder}/{file.leaf}", error)
+            return None
 
     def _reclaim_in_root(self, now: float) -> None:
         for file in self._directory.root_temps():
@@ -214,6 +238,9 @@ class Evictor:
         while need > 0:
             freed = self._evict_batch(index, self._look(), need, now, until)
             need = min(need - freed, index.total()[0])
+            if need > 0 and not freed and self._stuck_shards >= SHARDS:
+                self._stuck_shards = 0
+                return False  # nothing that is left can be removed by this process
             if need > 0 and (time.monotonic() >= until or self._stopping):
                 return True
         return False
@@ -244,10 +271,14 @@ class Evictor:
         for shard, file in sorted(values, key=lambda pair: (pair[1].modified, pair[1].leaf)):
             if freed >= quota:
                 break
+            was_there = self._remove(file)
+            if was_there is None:
+                continue
             freed += file.nbytes
             index.nbytes[shard] = max(0, index.nbytes[shard] - file.nbytes)
             index.values[shard] = max(0, index.values[shard] - 1)
-            if self._directory.remove(file.folder, file.leaf) is not None:
+            if was_there:
                 self._counts["evicted_values"] += 1
                 self._counts["evicted_bytes"] += file.nbytes
+        self._stuck_shards = 0 if freed else self._stuck_shards + shards
         return freed

@@ -15,11 +15,20 @@ from functools import lru_cache
 from typing import NamedTuple
 from zlib import crc32
 
-__all__ = ["SHARDS", "Place", "name_part", "place_of", "shard_folder", "shard_number"]
+__all__ = [
+    "LONGEST_NAME",
+    "SHARDS",
+    "Place",
+    "is_piece_folder",
+    "name_part",
+    "place_of",
+    "shard_folder",
+    "shard_number",
+]
 
 SHARDS = 256
 _PIECE = 200  # file systems end at 255 bytes a part, some that encrypt names at 143 and more
-_LONGEST_NAME = 512
+LONGEST_NAME = 512
 _PLAIN = re.compile(r"[a-z0-9_-][a-z0-9._-]*")
 _ESCAPED = re.compile(r"%([0-9a-f]{2})")
 _SHARD = re.compile(r"@([0-9a-f]{2})")
@@ -60,8 +69,8 @@ def _head_folder(head: str) -> str:
 
 def place_of(name: str) -> Place:
     """Return where the value of this name lies. ValueError if it is no storage name."""
-    if len(name) > _LONGEST_NAME:
-        raise ValueError(f"a storage name has at most {_LONGEST_NAME} characters, this one {len(name)}")
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"a storage name has at most {LONGEST_NAME} characters, this one {len(name)}")
     head, slash, last = name.rpartition("/")
     *folders, leaf = _pieces(last)
     shard = crc32(last.encode()) % SHARDS
@@ -78,6 +87,11 @@ def shard_number(folder_name: str) -> int | None:
     """Return the shard whose folder has this name, or None if it is not a shard's."""
     match = _SHARD.fullmatch(folder_name)
     return int(match[1], 16) if match else None
+
+
+def is_piece_folder(folder_name: str) -> bool:
+    """Return whether this is the folder of a piece of a name's part, which has a full piece of it."""
+    return folder_name.endswith("+") and len(folder_name.strip("+")) == _PIECE
 
 
 def name_part(pieces: str) -> str | None:

@@ -108,10 +108,14 @@ class UsageFile:
         try:
             self._fd = os.open(USAGE_FILE, flags, dir_fd=directory.fd)
         except FileNotFoundError:
-            if not read_only:
-                self._fd = os.open(USAGE_FILE, flags | os.O_CREAT, directory.permissions.file, dir_fd=directory.fd)
-                with contextlib.suppress(PermissionError):  # another process made it at the same moment
-                    directory.permissions.apply(self._fd, directory.permissions.file)
+            if read_only:
+                return
+            with contextlib.suppress(OSError):  # a file system without hard links: it is made in place
+                directory.publish(USAGE_FILE)
+            self._fd = os.open(USAGE_FILE, flags | os.O_CREAT, directory.permissions.file, dir_fd=directory.fd)
+        permissions = directory.permissions
+        if not read_only and permissions.are_missing(os.fstat(self._fd), permissions.file):
+            permissions.apply(self._fd, permissions.file)  # of a process that was killed when it had made it
 
     def replace(self, other: "UsageFile") -> None:
         """Use another's file from now on, which is closed."""

@@ -3,7 +3,6 @@
 import errno
 import grp
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def open_root(config: FsConfig, *, read_only: bool) -> Directory:
         fd = os.open(config.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise _cannot_open(config.path, error) from None
-    directory = Directory(fd, permissions)
+    directory = Directory(fd, permissions, read_only=read_only)
     try:
         if made:
             permissions.apply(fd, permissions.folder)
@@ -103,7 +102,10 @@ def _check_format(config: FsConfig, directory: Directory, *, read_only: bool) ->
     if found is None and _is_empty(directory):
         if read_only:
             return
-        _write_format(directory, expected)
+        if directory.permissions.are_missing(os.fstat(directory.fd), directory.permissions.folder):
+            # Of a process that was killed when it had made it; and else nobody could share it.
+            directory.permissions.apply(directory.fd, directory.permissions.folder)
+        directory.put(FORMAT_FILE, expected)
     # Asked again: another process may have been making the directory just now.
     found = found or _format(directory)
     if found is None:
@@ -140,17 +142,3 @@ def _format(directory: Directory) -> bytes | None:
         return os.read(fd, 4096)
     finally:
         os.close(fd)
-
-
-def _write_format(directory: Directory, content: bytes) -> None:
-    # Written aside and renamed: another process that starts at the same time sees it whole or not at all.
-    temp = f"{TEMP_PREFIX}format-{secrets.token_hex(8)}"
-    fd = os.open(
-        temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, directory.permissions.file, dir_fd=directory.fd
-    )
-    try:
-        directory.permissions.apply(fd, directory.permissions.file)
-        os.write(fd, content)
-    finally:
-        os.close(fd)
-    os.rename(temp, FORMAT_FILE, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)

@@ -12,6 +12,7 @@ from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import RootRemovedError
 from kvtiers_fs.evictor import Evictor, free_bytes
+from kvtiers_fs.limits import Limits
 from kvtiers_fs.paths import Place, place_of
 from kvtiers_fs.quota import Ledger, UsageFile
 from kvtiers_fs.root import open_root
@@ -57,12 +58,14 @@ class FsStore(ChunkStore):
                 f"path {str(config.path)!r} cannot be written by uid {os.geteuid()}: {error}; give it the right to, or "
                 "set 'read_only: true'"
             ) from None
+        self._limits = Limits(config, self._directory)
         known, values = self._usage.load().total()
         self._figures: Mapping[str, float] = {"bytes": known, "values": values}
         if not read_only:
             self._evictor = Evictor(
                 self._directory,
                 self._usage,
+                self._limits,
                 capacity=config.capacity,
                 max_age=config.max_age,
                 min_free=config.min_free,
@@ -104,9 +107,11 @@ class FsStore(ChunkStore):
             with ledger.changing(place.shard):
                 before = self._write(place, parts)
                 ledger.count(place.shard, nbytes - (before or 0), before is None)
+            self._limits.record(name)
         except OSError as error:
             if error.errno not in _FULL and error.errno != errno.EROFS:
-                raise
+                self._directory.skip_closed(place.folder, error)
+                raise WritesRefused(f"{place.folder!r} may not be written to: {error.strerror}") from None
             self._dropped += 1
             if error.errno == errno.EROFS:  # as ext4 makes itself after an error of the disk: it is read all the same
                 raise WritesRefused(f"the file system of {str(self._config.path)!r} has become read-only") from None
@@ -187,7 +192,8 @@ class FsStore(ChunkStore):
 
         if self._evictor is not None:
             self._evictor.round()  # the figures shall include the latest writes and removals
-        return diagnose(self._config, self._directory, self._usage, value_bytes, read_only=self._evictor is None)
+        limits = self._limits if self._evictor is not None else None
+        return diagnose(self._config, self._directory, self._usage, value_bytes, limits)
 
     def stats(self) -> Mapping[str, float]:
         """Return the evictor's last figures; does no I/O, so that it answers also while the file system hangs."""

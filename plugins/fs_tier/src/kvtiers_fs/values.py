@@ -34,6 +34,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
 _MOST_PARTS = 1024  # of one call (IOV_MAX of Linux and macOS)
 _READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe at this path would wait for a writer
+_LOOK = getattr(os, "O_PATH", _READ)  # what may be looked at but not read is there
 _MOST_PAGES = 256  # that are all asked about
 _SAMPLES, _SAMPLE_PAGES = 8, 8  # of more than that: so many places, and pages side by side in each
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -73,13 +74,17 @@ class ValueFiles:
         return bool(self._direct)
 
     def is_there(self, place: Place) -> bool:
-        """Return whether there is a value of any length. Opens nothing."""
+        """Return whether there is a value of any length. Follows no link, as a read: ``os.stat`` would, on the way."""
         try:
-            about = os.stat(f"{place.folder}/{place.leaf}", dir_fd=self._directory.fd, follow_symlinks=False)
+            fd = self._directory.open(f"{place.folder}/{place.leaf}", _LOOK)
+            try:
+                about = os.fstat(fd)
+            finally:
+                os.close(fd)
         except OSError as error:
-            if error.errno in GONE:
-                return False
-            raise
+            if error.errno not in GONE:
+                self._directory.skip_closed(place.folder, error)
+            return False
         return stat.S_ISREG(about.st_mode) and not self._is_expired(about)
 
     def _is_expired(self, about: os.stat_result) -> bool:
@@ -94,9 +99,9 @@ class ValueFiles:
         try:
             fd = self._open(f"{place.folder}/{place.leaf}")
         except OSError as error:
-            if error.errno in GONE:
-                return 0
-            raise
+            if error.errno not in GONE:
+                self._directory.skip_closed(f"{place.folder}/{place.leaf}", error)
+            return 0
         try:
             about = os.fstat(fd)
             if not self._is_value(about, nbytes, shorter=shorter):

@@ -73,6 +73,11 @@ class GcsConfig(TierConfig):
             raise ValueError("expected 3 to 222 of a-z, 0-9, '-', '_' and '.', with a letter or digit at both ends")
         return bucket
 
+    @property
+    def place(self) -> str:
+        """The endpoint, the bucket and the prefix."""
+        return f"{self.endpoint or 'gs:'}//{self.bucket}/{self.prefix}"
+
     @field_validator("prefix")
     @classmethod
     def _is_a_prefix(cls, prefix: str) -> str:

@@ -143,6 +143,11 @@ class MooncakeConfig(TierConfig):
         return None if self.master.startswith(_ELECTED) else _parse_address(self.master, _DEFAULT_PORT)
 
     @property
+    def place(self) -> str:
+        """The master and the tenant."""
+        return f"{self.master_address} tenant {self.tenant}"
+
+    @property
     def http_address(self) -> tuple[str, int] | None:
         """The host and port of the master's HTTP server; None where it was not given, and masters elect one of them."""
         if self.master_http:

@@ -127,6 +127,15 @@ class RedisConfig(TierConfig):
         return parse_url(self.url, sentinel=self.topology == "sentinel")
 
     @property
+    def place(self) -> str:
+        """The servers, the database and the prefix; with Sentinels, the master's name."""
+        places = self.places
+        servers = places.path or ",".join(sorted(f"{host}:{port}" for host, port in places.addresses))
+        master = f" master {self.master}" if self.topology == "sentinel" else ""
+        prefix = f" prefix {self.prefix}" if self.prefix else ""
+        return f"{servers}{master} database {self.database_number}{prefix}"
+
+    @property
     def database_number(self) -> int:
         """The database that the url or the option names."""
         return self.places.database or self.database

@@ -81,6 +81,11 @@ class S3Config(TierConfig):
     put_price: float = Field(default=0.005, ge=0, description="US dollars for 1,000 PUT, POST and LIST requests")
     get_price: float = Field(default=0.0004, ge=0, description="US dollars for 1,000 GET and HEAD requests")
 
+    @property
+    def place(self) -> str:
+        """The endpoint, the bucket and the prefix."""
+        return f"{self.endpoint or 's3:'}//{self.bucket}/{self.prefix}"
+
     @field_validator("prefix")
     @classmethod
     def _is_a_prefix(cls, prefix: str) -> str:

@@ -9,8 +9,16 @@ from collections.abc import Iterator, Sequence
 from kvtiers.api import ConfigError, Finding
 from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
-from kvtiers_fs.diagnosis import examine_access, examine_direct, examine_file_system, mount_of
+from kvtiers_fs.diagnosis import (
+    examine_access,
+    examine_direct,
+    examine_file_system,
+    examine_limits,
+    examine_skipped,
+    mount_of,
+)
 from kvtiers_fs.evictor import free_bytes
+from kvtiers_fs.limits import Limits
 from kvtiers_fs.slab.segments import Slab
 
 __all__ = ["diagnose_slab", "expect_local"]
@@ -29,13 +37,14 @@ def expect_local(config: FsConfig) -> None:
         )
 
 
-def diagnose_slab(config: FsConfig, slab: Slab, value_bytes: int, *, read_only: bool) -> Sequence[Finding]:
-    """Return the findings."""
+def diagnose_slab(config: FsConfig, slab: Slab, value_bytes: int, limits: Limits | None) -> Sequence[Finding]:
+    """Return the findings. ``limits``: None of a store that is read-only, which keeps none."""
     findings = [*examine_file_system(config.path), *examine_access(config, slab.directory)]
+    findings += examine_skipped(slab.directory)
     if slab.index is not None:
         findings += [*_room(config, slab), *_fit(config, slab, value_bytes)]
-    if not read_only:
-        findings += examine_direct(config, slab.directory)
+    if limits is not None:
+        findings += [*examine_limits(limits), *examine_direct(config, slab.directory)]
     return findings
 
 

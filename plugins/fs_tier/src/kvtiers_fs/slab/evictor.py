@@ -11,7 +11,6 @@ single values would have to be filled by copying the others. Both cost reads som
 this makes at times costs one recomputation.
 """
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -27,6 +26,7 @@ from kvtiers.api import StoreFull
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import TEMP_PREFIX, Directory
 from kvtiers_fs.evictor import free_bytes
+from kvtiers_fs.limits import Limits
 from kvtiers_fs.slab.format import Entry, NameRecord, is_core_record
 from kvtiers_fs.slab.index import LockBusyError, OwnedFd
 from kvtiers_fs.slab.segments import LOCK_SECONDS, Claimed, Slab, Totals
@@ -52,10 +52,13 @@ Move = Callable[[Slab, str, Entry, memoryview], None]
 class SlabEvictor:
     """The thread, and the rounds that it makes."""
 
-    def __init__(self, slab: Callable[[], Slab], move: Move, config: FsConfig, woken: threading.Event) -> None:
+    def __init__(
+        self, slab: Callable[[], Slab], move: Move, config: FsConfig, limits: Limits, woken: threading.Event
+    ) -> None:
         self._slab = slab
         self._move = move
         self._config = config
+        self._limits = limits
         self._woken = woken
         self._stopping = False
         self._next_warning = self._next_floor = self._next_sweep = self._next_round = 0.0
@@ -101,6 +104,7 @@ class SlabEvictor:
     def round(self) -> None:
         """Do what is due. Of several processes each does it; what one has in hand is locked for the others."""
         slab = self._slab()
+        self._limits.look()
         totals = slab.segments.totals()
         self._shrink(slab, totals)
         self._keep_spare(slab, totals)
@@ -114,6 +118,7 @@ class SlabEvictor:
             "values": totals.values,
             "segments": totals.segments,
             "free_bytes": float(free_bytes(slab.directory.fd)),
+            "skipped": float(len(slab.directory.skipped)),
             **self._counts,
         }
         self._figures["evicted_values"] += slab.segments.evicted_values
@@ -214,17 +219,23 @@ class SlabEvictor:
             match = _FILE.fullmatch(name)
             if (match is None or match[1] in stems) and not name.startswith(TEMP_PREFIX):
                 continue
-            with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                if abs(time.time() - os.stat(name, dir_fd=slab.directory.fd).st_mtime) > _ORPHAN_SECONDS:
+            try:
+                about = os.stat(name, dir_fd=slab.directory.fd, follow_symlinks=False)
+                if abs(time.time() - about.st_mtime) > _ORPHAN_SECONDS:
                     _remove_unlocked(slab.directory, name)
                     self._counts["reclaimed_files"] += 1
+            except (FileNotFoundError, BlockingIOError):
+                continue
+            except OSError as error:  # it costs no other file
+                slab.directory.skip(name, error)
 
 
 def _remove_unlocked(directory: Directory, name: str) -> None:
     try:
-        fd = OwnedFd(directory.open(name, os.O_RDONLY | os.O_CLOEXEC))
+        fd = OwnedFd(directory.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         fcntl.flock(fd.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: a process still writes to it
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        # A link; or a file of another user's who was killed before it had its permissions: nobody writes to it.
+        if error.errno not in {errno.ELOOP, errno.EACCES}:
             raise
-    os.unlink(name, dir_fd=directory.fd)
+    directory.remove(".", name)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtiers_fs.config import FEWEST_SEGMENTS
-from kvtiers_fs.directory import TEMP_PREFIX, Directory
+from kvtiers_fs.directory import Directory
 from kvtiers_fs.slab.format import (
     BUCKET_BYTES,
     BUCKET_ENTRIES,
@@ -114,17 +114,12 @@ def _make(directory: Directory, capacity: int, value_bytes: int) -> None:
     per_entry = min(max(value_bytes, PAGE), _BYTES_PER_ENTRY)
     buckets = max(_FEWEST_BUCKETS, int(capacity / per_entry / (BUCKET_ENTRIES * _LOAD)))
     header = Header(secrets.randbits(32), segment_bytes, rows, buckets)
-    temp = f"{TEMP_PREFIX}index-{secrets.token_hex(8)}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = OwnedFd(os.open(temp, flags, directory.permissions.file, dir_fd=directory.fd))
-    try:
-        directory.permissions.apply(fd.fd, directory.permissions.file)
-        allocate(fd.fd, header.index_bytes)
-        os.pwrite(fd.fd, header.encode(), 0)
-        with contextlib.suppress(FileExistsError):  # another process was sooner
-            os.link(temp, INDEX_FILE, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
-    finally:
-        os.unlink(temp, dir_fd=directory.fd)
+
+    def fill(fd: int) -> None:
+        allocate(fd, header.index_bytes)
+        os.pwrite(fd, header.encode(), 0)
+
+    directory.publish(INDEX_FILE, fill)
 
 
 class Index:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvtiers.api import ChunkStore, ConfigError, Finding, Refused, StoreEntry, StoreFull, TierUnavailable, WritesRefused
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import GONE, Directory
+from kvtiers_fs.limits import Limits
 from kvtiers_fs.slab.diagnosis import diagnose_slab, expect_local
 from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of
@@ -52,12 +53,13 @@ class SlabStore(ChunkStore):
                 f"path {str(config.path)!r} cannot be written by uid {os.geteuid()}: {error}; give it the right to, or "
                 "set 'read_only: true'"
             ) from None
+        self._limits = Limits(config, self._slab.directory)
         self._direct = config.direct
         if self._direct is True and not read_only and (problem := try_direct(self._slab.directory)):
             self._direct = False
             _log.warning("O_DIRECT does not work in this directory (%s): values go through the page cache", problem)
         if not read_only:
-            self._evictor = SlabEvictor(lambda: self.slab, self.move, config, self._woken)
+            self._evictor = SlabEvictor(lambda: self.slab, self.move, config, self._limits, self._woken)
             self._evictor.start()
 
     def _open(self, directory: Directory | None = None) -> Slab:
@@ -315,6 +317,7 @@ class SlabStore(ChunkStore):
             self._finish(slab, taken, [name for name, _ in names[:count]], entries, insert)
         finally:
             slab.segments.give_back(taken)
+        self._limits.record(names[0][0])
         return count
 
     def _finish(
@@ -385,7 +388,7 @@ class SlabStore(ChunkStore):
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
         """Examine the file system and the slab: whether it is local, what it supports, whether values fit."""
-        return diagnose_slab(self._config, self.slab, value_bytes, read_only=self._read_only)
+        return diagnose_slab(self._config, self.slab, value_bytes, None if self._read_only else self._limits)
 
     def stats(self) -> Mapping[str, float]:
         """Return the evictor's last figures; does no I/O."""
