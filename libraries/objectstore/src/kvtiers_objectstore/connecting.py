@@ -1,21 +1,22 @@
 """The connections of obstore: the options of its HTTP client, from those of a tier."""
 
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvtiers.api import ConfigError
+from kvtiers_objectstore.route import Route
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
-__all__ = ["NO_RETRIES", "ConnectionOptions", "client_options", "read_certificates"]
+__all__ = ["NO_RETRIES", "ConnectionOptions", "client_options"]
 
 NO_RETRIES: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(0)}
 """Core retries, inside its deadline; obstore would wait beside it."""
 # A server that closes an idle connection cuts off a request that was sent at this moment. Node and Apache wait for 5 s;
 # the HTTP client would keep connections for 90.
 _IDLE_SECONDS = 4.0
+# obstore's client takes the environment's proxy unless it is given one, and has no other way to be kept from it.
+_ANY_PROXY = "http://127.0.0.1:9"
 
 
 class ConnectionOptions(Protocol):
@@ -35,30 +36,24 @@ class ConnectionOptions(Protocol):
 
 
 def client_options(
-    options: ConnectionOptions, endpoint: str, user_agent: str, certificates: bytes = b""
+    options: ConnectionOptions, route: Route, user_agent: str, *, other_hosts: bool = False
 ) -> "ClientConfig":
-    """Return the options of obstore's HTTP client. ``certificates``: of a private authority, as PEM."""
+    """Return the options of obstore's HTTP client for this route.
+
+    ``other_hosts``: it also asks other hosts than the endpoint's, for tokens; then it finds each one's proxy by itself.
+    """
     found: ClientConfig = {
-        "allow_http": endpoint.startswith("http://"),
+        "allow_http": route.endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=options.connect_timeout),
         "timeout": timedelta(seconds=options.timeout),
         "pool_max_idle_per_host": str(options.connections),
         "pool_idle_timeout": timedelta(seconds=_IDLE_SECONDS),
         "user_agent": user_agent,
     }
-    if certificates:
-        found["root_certificate"] = certificates
+    if route.certificates:
+        found["root_certificate"] = route.certificates
+    if not other_hosts:
+        found["proxy_url"] = route.proxy or _ANY_PROXY
+        if not route.proxy:
+            found["proxy_excludes"] = route.host
     return found
-
-
-def read_certificates(file: Path | None) -> bytes:
-    """Return the certificates in this file, or ConfigError; empty without a file."""
-    if file is None:
-        return b""
-    try:
-        certificates = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"ca_file {str(file)!r} cannot be read: {error.strerror}") from None
-    if b"-----BEGIN CERTIFICATE-----" not in certificates:
-        raise ConfigError(f"ca_file {str(file)!r} has no certificate in it; expected PEM")
-    return certificates
