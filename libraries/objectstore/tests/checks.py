@@ -116,6 +116,14 @@ class CheckTests:
         assert [finding.text for finding in found if finding.level == "error"] == []
         assert any("without a proxy" in finding.text for finding in found)
 
+    def test_a_machine_without_any_certificates_is_told_so_in_one_line(self, config, monkeypatch, tmp_path):
+        for name in ("SSL_CERT_FILE", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+        said = the_error(config())
+        assert "no authorities' certificates are on this machine" in said
+        assert "install the package ca-certificates, or name a file of them in SSL_CERT_FILE" in said
+
     @pytest.mark.parametrize("method", ["PUT", "LIST", "DELETE"])
     def test_a_right_that_is_missing_is_named(self, config, between, through, method):
         def is_meant(request):

@@ -270,6 +270,12 @@ def test_a_folder_of_certificates_is_refused_since_boto3_reads_one_file(moto_con
     )
 
 
+def test_a_machine_without_any_certificates_is_told_so_in_one_line(moto_config, environment, tmp_path):
+    environment(SSL_CERT_DIR=tmp_path)
+    assert "no authorities' certificates are on this machine" in refused(S3Store, moto_config(client="obstore"))
+    S3Store(moto_config(client="boto3")).close()  # without TLS it needs none
+
+
 # -- AWS's own endpoints
 
 FIPS, DUAL_STACK = {"AWS_USE_FIPS_ENDPOINT": "true"}, {"AWS_USE_DUALSTACK_ENDPOINT": "true"}

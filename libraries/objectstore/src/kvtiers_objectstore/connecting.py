@@ -1,14 +1,17 @@
 """The connections of obstore: the options of its HTTP client, from those of a tier."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+from kvtiers.api import ConfigError
 from kvtiers_objectstore.route import Route
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
-__all__ = ["NO_RETRIES", "ConnectionOptions", "client_options"]
+__all__ = ["NO_RETRIES", "ConnectionOptions", "client_options", "making_a_client"]
 
 NO_RETRIES: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(0)}
 """Core retries, inside its deadline; obstore would wait beside it."""
@@ -57,3 +60,19 @@ def client_options(
         if not route.proxy:
             found["proxy_excludes"] = route.host
     return found
+
+
+@contextmanager
+def making_a_client(what: str = "obstore's client cannot be made") -> Iterator[None]:
+    """Translate what obstore raises while it makes a store into ConfigError. ``what``: how its line begins."""
+    from obstore.exceptions import BaseError  # not at the top: obstore may not be installed, and is then not asked
+
+    try:
+        yield
+    except BaseError as error:
+        if "No CA certificates were loaded" in str(error):  # it makes none without, for http:// neither
+            raise ConfigError(
+                "no authorities' certificates are on this machine, and obstore makes no client without any; install "
+                "the package ca-certificates, or name a file of them in SSL_CERT_FILE"
+            ) from None
+        raise ConfigError(f"{what}: {str(error).partition(chr(10))[0]}") from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtiers.api import ConfigError, Secret
 from kvtiers_azure.config import AzureConfig
-from kvtiers_objectstore.connecting import NO_RETRIES, client_options
+from kvtiers_objectstore.connecting import NO_RETRIES, client_options, making_a_client
 from kvtiers_objectstore.route import Route, find_route
 
 if TYPE_CHECKING:
@@ -81,12 +81,11 @@ def route_of(config: AzureConfig) -> Route:
 
 def open_obstore(config: AzureConfig, route: Route) -> Any:
     """Return obstore's store for the container; it never retries by itself."""
-    from obstore.exceptions import BaseError
     from obstore.store import AzureStore
 
     account = account_of(config)
     has_keys = bool(account.key or account.sas)
-    try:
+    with making_a_client("credentials cannot be obtained"):
         return AzureStore(
             config.container,
             config=_identity(config, account, has_keys=has_keys),
@@ -95,8 +94,6 @@ def open_obstore(config: AzureConfig, route: Route) -> Any:
             # By this, keys in files are read again.
             credential_provider=(lambda: _issue(config)) if has_keys else None,
         )
-    except BaseError as error:
-        raise ConfigError(f"credentials cannot be obtained: {str(error).partition(chr(10))[0]}") from None
 
 
 def _identity(config: AzureConfig, account: Account, *, has_keys: bool) -> "ObstoreConfig":

@@ -8,7 +8,7 @@ from kvtiers.api import Finding
 from kvtiers_gcs.config import GcsConfig
 from kvtiers_gcs.credentials import Tokens
 from kvtiers_gcs.failures import FAILURES
-from kvtiers_objectstore.connecting import NO_RETRIES, client_options
+from kvtiers_objectstore.connecting import NO_RETRIES, client_options, making_a_client
 from kvtiers_objectstore.obstore_bucket import ObstoreBucket, ObstoreParts
 from kvtiers_objectstore.obstore_client import ObstoreClient
 from kvtiers_objectstore.requests import Requests
@@ -58,11 +58,12 @@ def open_obstore(config: GcsConfig, route: Route, tokens: Tokens) -> "GCSStore":
     """Return obstore's store for the bucket; it never retries by itself."""
     from obstore.store import GCSStore
 
-    return GCSStore(
-        config.bucket,
-        # Without these obstore would take its own from the environment.
-        config={"base_url": route.endpoint, "skip_signature": False},
-        client_options=client_options(config, route, "kvtiers-gcs"),
-        retry_config=NO_RETRIES,
-        credential_provider=tokens,
-    )
+    with making_a_client():
+        return GCSStore(
+            config.bucket,
+            # Without these obstore would take its own from the environment.
+            config={"base_url": route.endpoint, "skip_signature": False},
+            client_options=client_options(config, route, "kvtiers-gcs"),
+            retry_config=NO_RETRIES,
+            credential_provider=tokens,
+        )

@@ -18,7 +18,7 @@ from botocore.configprovider import ConfiguredEndpointProvider
 from botocore.regions import EndpointResolver
 
 from kvtiers.api import ConfigError
-from kvtiers_objectstore.connecting import NO_RETRIES, client_options
+from kvtiers_objectstore.connecting import NO_RETRIES, client_options, making_a_client
 from kvtiers_objectstore.requests import Requests
 from kvtiers_objectstore.route import Route, find_route
 from kvtiers_s3.config import S3Config
@@ -176,13 +176,14 @@ class Connection:
             options["server_side_encryption"] = _ENCRYPTION[config.encryption]
         if config.kms_key:
             options["sse_kms_key_id"] = config.kms_key
-        return S3Store(
-            config.bucket,
-            config=options,
-            client_options=client_options(config, self.route, "kvtiers-s3"),
-            retry_config=NO_RETRIES,
-            credential_provider=self._issue_credentials,
-        )
+        with making_a_client():
+            return S3Store(
+                config.bucket,
+                config=options,
+                client_options=client_options(config, self.route, "kvtiers-s3"),
+                retry_config=NO_RETRIES,
+                credential_provider=self._issue_credentials,
+            )
 
     def _endpoint_of_the_bucket(self) -> str:
         if not self.is_virtual:
