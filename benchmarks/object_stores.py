@@ -66,18 +66,20 @@ def gcs(endpoint: str) -> tuple[Any, Any]:
     from kvtiers_gcs.config import GcsConfig
     from kvtiers_gcs.credentials import Tokens
     from kvtiers_gcs.store import open_obstore
+    from kvtiers_objectstore.route import find_route
 
     config = with_threads(GcsConfig, {"type": "gcs", "endpoint": endpoint, "bucket": "bench-gcs", "anonymous": True})
-    return config, open_obstore(config, Tokens(config))
+    route = find_route(config.endpoint, ("ca_file", config.ca_file))
+    return config, open_obstore(config, route, Tokens(config))
 
 
 def azure(endpoint: str) -> tuple[Any, Any]:
-    from kvtiers_azure.access import open_obstore
+    from kvtiers_azure.access import open_obstore, route_of
     from kvtiers_azure.config import AzureConfig
 
     where = {"endpoint": f"{endpoint}/devstoreaccount1", "container": "bench-azure", "emulator": True}
     config = with_threads(AzureConfig, {"type": "azure", **where})
-    return config, open_obstore(config)
+    return config, open_obstore(config, route_of(config))
 
 
 SERVICES: dict[str, Callable[[str], tuple[Any, Any]]] = {"s3": s3, "gcs": gcs, "azure": azure}

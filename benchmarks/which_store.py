@@ -1,6 +1,6 @@
 """The stores side by side, as one engine on this machine has them: seconds of a small load, GB/s of large ones.
 
-The figures behind docs/which-store.md. Every tier is the whole contract with its defaults, but one host each
+docs/which-store.md names it. Every tier is the whole contract with its defaults, but one host each
 (`processes: 1`): `memory` in its host's memory, `fs` in a folder (`--folder`: on the disk that is meant), `redis` and
 `mooncake` in another process behind a loopback socket, `redis, UNIX` behind a UNIX socket, `s3`, `gcs` and `azure` on a
 server that does no more than their protocols. `memory again` is the first one once more in the same turns: what differs

@@ -3,6 +3,7 @@
 A subclass gives the fixtures ``config``, ``between`` and ``through``, as in ``stores``.
 """
 
+import os
 import re
 import ssl
 
@@ -47,6 +48,12 @@ def refused(store_class, config) -> str:
     return str(raised.value)
 
 
+def forget_proxies(monkeypatch):
+    """Have the environment name no proxy."""
+    for name in [name for name in os.environ if name.upper().endswith("_PROXY")]:
+        monkeypatch.delenv(name)
+
+
 class CheckTests:
     """The tests."""
 
@@ -87,6 +94,35 @@ class CheckTests:
             assert "Certificate: the server's certificate is not trusted; give its authority's certificate" in said
             found = check_here(config(**through(proxy), ca_file=tmp_path / "ca.pem"))
         assert [finding for finding in found if finding.level == "error"] == []
+
+    @pytest.mark.parametrize(("status", "code"), [(403, "ProxyRefused"), (407, "ProxyCredentials"), (502, "")])
+    def test_what_a_proxy_answers_is_named_as_the_proxys(self, config, monkeypatch, status, code):
+        forget_proxies(monkeypatch)
+        answer = f"HTTP/1.1 {status} No\r\nContent-Length: 6\r\n\r\n<html>".encode()
+        with Proxy(script=lambda _: Fault(answer)) as refusing:
+            monkeypatch.setenv("HTTP_PROXY", refusing.endpoint)
+            said = the_error(config())
+            assert said.endswith(f"(through the proxy {refusing.endpoint})")
+        assert f"{status} {code}" in said
+        assert "grant" not in said
+
+    def test_all_requests_go_past_a_proxy_where_no_proxy_names_the_endpoints_network(self, config, monkeypatch):
+        forget_proxies(monkeypatch)
+        with Proxy() as proxy:
+            monkeypatch.setenv("ALL_PROXY", proxy.endpoint)
+            monkeypatch.setenv("NO_PROXY", "10.0.0.0/8,127.0.0.0/8")
+            found = check_here(config())
+            assert proxy.log == []
+        assert [finding.text for finding in found if finding.level == "error"] == []
+        assert any("without a proxy" in finding.text for finding in found)
+
+    def test_a_machine_without_any_certificates_is_told_so_in_one_line(self, config, monkeypatch, tmp_path):
+        for name in ("SSL_CERT_FILE", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+        said = the_error(config())
+        assert "no authorities' certificates are on this machine" in said
+        assert "install the package ca-certificates, or name a file of them in SSL_CERT_FILE" in said
 
     @pytest.mark.parametrize("method", ["PUT", "LIST", "DELETE"])
     def test_a_right_that_is_missing_is_named(self, config, between, through, method):

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from redis.exceptions import RedisClusterException
 from redis_hosted import hosted
 from redis_servers import Cluster, wait_until
 from redis_traffic import content_of, read_all, under_load, works, write_all
@@ -79,6 +80,38 @@ def test_a_slot_that_has_moved_is_followed_and_remembered(tier, start, names):
     assert redirected >= 1
     read_all(store, everything)
     assert store.stats()["redirected_requests"] == redirected, "the new map is used"
+
+
+def test_nodes_that_announce_what_no_client_reaches_are_reached_where_the_map_says(tier, start, names):
+    cluster = start(Cluster)
+    for number, node in enumerate(cluster.masters):
+        node.call("CONFIG SET", "cluster-announce-hostname", f"node{number}.invalid")
+        node.call("CONFIG SET", "cluster-preferred-endpoint-type", "hostname")
+
+    def announced(node):
+        return sorted(master[0].decode() for _, _, master, *_ in node.call("CLUSTER SLOTS"))
+
+    hosts = [f"node{number}.invalid" for number in range(3)]
+    wait_until(lambda: all(announced(node) == hosts for node in cluster.masters), "all nodes announce their names")
+    many = names(20)
+    with pytest.raises(RedisClusterException, match=r"node0\.invalid"):
+        tier.open(cluster.url, topology="cluster", connect_timeout="1s")
+    reached = {
+        f"{host}:{node.port}": f"127.0.0.1:{node.port}" for host, node in zip(hosts, cluster.masters, strict=True)
+    }
+    store = tier.open(cluster.url, topology="cluster", address_map=reached)
+    assert all(write_all(store, many))
+    tag = "{moved}"
+    moved = [f"{tag}/{i}" for i in range(4)]
+    assert all(write_all(store, moved))
+    slot = slot_of(cluster, tag)
+    source = next(node for node in cluster.masters if node.call("EXISTS", moved[0]))
+    target = next(node for node in cluster.masters if node is not source)
+    begin_to_move(slot, source, target)
+    migrate(moved, source, target)
+    move_slot(slot, source, target)
+    assert read_all(store, [*moved, *many]) == [content_of(name) for name in [*moved, *many]]
+    assert store.stats()["redirected_requests"] >= 1  # to the address that a node announces
 
 
 def test_a_slot_that_is_being_moved_is_read_and_written_on_both_sides(tier, start):

@@ -56,6 +56,8 @@ def test_sentinels_have_a_port_of_their_own():
         ("several hosts need", {"url": "redis://a,b"}),
         ("names database 1, the option 'database' 2", {"url": "redis://a/1", "database": 2}),
         ("database 0 only", {"url": "redis://a/1", "topology": "cluster"}),
+        ("'a:b' is no address; expected 'HOST:PORT'", {"topology": "cluster", "address_map": {"a:1": "a:b"}}),
+        ("'address_map' needs 'topology: cluster'", {"address_map": {"a:1": "b:1"}}),
         ("needs a url that begins with rediss://", {"tls_ca": __file__}),
         ("no file '/nowhere'", {"url": "rediss://a", "tls_ca": "/nowhere"}),
         ("'tls_key' needs 'tls_cert'", {"url": "rediss://a", "tls_key": __file__}),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from kvtiers.gpu.copier import LostDeviceError
 from kvtiers.gpu.worker import GpuWorker
@@ -364,6 +365,49 @@ def test_a_replicated_row_is_written_by_rank_0_alone_and_acknowledged_by_all(kv)
     assert (result.success, result.nbytes) == (True, 0)
     assert not region.rows.any()
     other.shutdown()
+
+
+@pytest.mark.parametrize("held", [((0, PAGE), (PAGE, 8)), ((PAGE, 0), (0, 8)), ((0, PAGE), (0, 8))])
+def test_what_two_ranks_store_comes_back_where_one_of_them_holds_nothing_of_a_group(held) -> None:
+    layout = CacheLayout(
+        ModelIdentity("m"),
+        (KVGroup("full", 16), KVGroup("window", 16, "sliding_window", 64)),
+        tuple(KVTensor(f"t{group}", group, pages) for group, pages in enumerate(held)),
+        blocks_per_chunk=2,
+        world_size=2,
+    )
+    region = AnonymousRegion.create(layout, num_rows=8)
+    fill = np.random.default_rng(1)
+    kv = [
+        [torch.from_numpy(fill.integers(0, 256, (64, page), np.uint8)) if page else None for page in pages]
+        for pages in zip(*held, strict=True)
+    ]
+    ranks = [
+        GpuWorker(layout, tensors, RegionJoin.in_process(region, layout, rank), rank=rank)
+        for rank, tensors in enumerate(kv)
+    ]
+    try:
+        taken, given = np.array([25, 3, 40, 60, 7]), np.array([10, 11, 12, 13, 14])
+        sizes, first = (3, 2), (0, 1)  # places 0 to 2 of two chunks of one group, 1 and 2 of two chunks of the other
+        wanted = [[None if tensor is None else tensor[taken].clone() for tensor in tensors] for tensors in kv]
+        for rank in ranks:
+            rank.submit_store(1, BlockSpec(taken, sizes, first), rows(4, 2, 7, 0))
+        assert [ended(rank, 1)[1].error for rank in ranks] == ["", ""]
+        for rank in ranks:
+            rank.submit_load(2, rows(4, 2, 7, 0), BlockSpec(given, sizes, first))
+        results = [ended(rank, 2)[2] for rank in ranks]
+        assert [result.error for result in results] == ["", ""]
+        assert [result.nbytes for result in results] == [
+            sum(size * page for size, page in zip(sizes, pages, strict=True)) for pages in zip(*held, strict=True)
+        ]
+        for tensors, before in zip(kv, wanted, strict=True):
+            for group, (tensor, values) in enumerate(zip(tensors, before, strict=True)):
+                of_group = slice(0, 3) if group == 0 else slice(3, 5)
+                if tensor is not None:
+                    torch.testing.assert_close(tensor[given[of_group]], values[of_group], rtol=0, atol=0)
+    finally:
+        for rank in ranks:
+            rank.shutdown()
 
 
 def test_the_rows_are_taken_before_the_first_job_needs_them(region, kv, monkeypatch) -> None:

@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvtiers.gpu.copier import Lane
 from kvtiers.gpu.copy_plan import GroupCopy, plan_copy, writers_turn
-from kvtiers.gpu.tensors import Bytes, KVPages, kv_pages
+from kvtiers.gpu.tensors import Bytes, KVPages, blocks_of_groups, kv_pages
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import CopyRun, RankMap, runs_of_rank
 from kvtiers.region.client import RegionJoin
@@ -69,10 +69,7 @@ class HostCopier:
             if page is not None
             for run in runs[index]
         ]
-        self.num_blocks = [
-            min((p.num_blocks for p, t in zip(pages, layout.tensors, strict=True) if p and t.group == g), default=2**62)
-            for g in range(len(layout.groups))
-        ]
+        self.num_blocks = blocks_of_groups(layout, pages)
         self.num_rows = 0
 
     def attach(self, region: memoryview) -> None:

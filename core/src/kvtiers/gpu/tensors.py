@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtiers.api import ConfigError
 from kvtiers.layout.cache_layout import CacheLayout
 
-__all__ = ["Bytes", "KVPages", "kv_pages"]
+__all__ = ["Bytes", "KVPages", "blocks_of_groups", "kv_pages"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -52,6 +52,14 @@ def kv_pages(layout: CacheLayout, rank: int, kv_tensors: Sequence[Any]) -> list[
         names = sorted("host memory" if device is None else f"cuda:{device}" for device in devices)
         raise ConfigError(f"a rank's KV tensors lie on one device, these lie on {' and '.join(names)}")
     return pages
+
+
+def blocks_of_groups(layout: CacheLayout, pages: Sequence[KVPages | None]) -> list[int]:
+    """Return how many blocks each KV group has; without bound where this rank holds nothing of the group."""
+    return [
+        min((p.num_blocks for p, t in zip(pages, layout.tensors, strict=True) if p and t.group == group), default=2**62)
+        for group in range(len(layout.groups))
+    ]
 
 
 def _pages(layout: CacheLayout, rank: int, index: int, tensor: Any) -> KVPages | None:

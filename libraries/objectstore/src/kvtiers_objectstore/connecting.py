@@ -1,21 +1,25 @@
 """The connections of obstore: the options of its HTTP client, from those of a tier."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvtiers.api import ConfigError
+from kvtiers_objectstore.route import Route
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
-__all__ = ["NO_RETRIES", "ConnectionOptions", "client_options", "read_certificates"]
+__all__ = ["NO_RETRIES", "ConnectionOptions", "client_options", "making_a_client"]
 
 NO_RETRIES: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(0)}
 """Core retries, inside its deadline; obstore would wait beside it."""
 # A server that closes an idle connection cuts off a request that was sent at this moment. Node and Apache wait for 5 s;
 # the HTTP client would keep connections for 90.
 _IDLE_SECONDS = 4.0
+# obstore's client takes the environment's proxy unless it is given one, and has no other way to be kept from it.
+_ANY_PROXY = "http://127.0.0.1:9"
 
 
 class ConnectionOptions(Protocol):
@@ -35,30 +39,40 @@ class ConnectionOptions(Protocol):
 
 
 def client_options(
-    options: ConnectionOptions, endpoint: str, user_agent: str, certificates: bytes = b""
+    options: ConnectionOptions, route: Route, user_agent: str, *, other_hosts: bool = False
 ) -> "ClientConfig":
-    """Return the options of obstore's HTTP client. ``certificates``: of a private authority, as PEM."""
+    """Return the options of obstore's HTTP client for this route.
+
+    ``other_hosts``: it also asks other hosts than the endpoint's, for tokens; then it finds each one's proxy by itself.
+    """
     found: ClientConfig = {
-        "allow_http": endpoint.startswith("http://"),
+        "allow_http": route.endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=options.connect_timeout),
         "timeout": timedelta(seconds=options.timeout),
         "pool_max_idle_per_host": str(options.connections),
         "pool_idle_timeout": timedelta(seconds=_IDLE_SECONDS),
         "user_agent": user_agent,
     }
-    if certificates:
-        found["root_certificate"] = certificates
+    if route.certificates:
+        found["root_certificate"] = route.certificates
+    if not other_hosts:
+        found["proxy_url"] = route.proxy or _ANY_PROXY
+        if not route.proxy:
+            found["proxy_excludes"] = route.host
     return found
 
 
-def read_certificates(file: Path | None) -> bytes:
-    """Return the certificates in this file, or ConfigError; empty without a file."""
-    if file is None:
-        return b""
+@contextmanager
+def making_a_client(what: str = "obstore's client cannot be made") -> Iterator[None]:
+    """Translate what obstore raises while it makes a store into ConfigError. ``what``: how its line begins."""
+    from obstore.exceptions import BaseError  # not at the top: obstore may not be installed, and is then not asked
+
     try:
-        certificates = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"ca_file {str(file)!r} cannot be read: {error.strerror}") from None
-    if b"-----BEGIN CERTIFICATE-----" not in certificates:
-        raise ConfigError(f"ca_file {str(file)!r} has no certificate in it; expected PEM")
-    return certificates
+        yield
+    except BaseError as error:
+        if "No CA certificates were loaded" in str(error):  # it makes none without, for http:// neither
+            raise ConfigError(
+                "no authorities' certificates are on this machine, and obstore makes no client without any; install "
+                "the package ca-certificates, or name a file of them in SSL_CERT_FILE"
+            ) from None
+        raise ConfigError(f"{what}: {str(error).partition(chr(10))[0]}") from None

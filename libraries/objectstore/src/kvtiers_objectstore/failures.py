@@ -48,9 +48,14 @@ _HINTS = {
     "NoLength": "the answer does not say how long the object is, or which part of it this is; where a server "
     "cannot send parts, set part_size to the values' length or more",
     "Replaced": "the object was replaced while it was read",
+    "ProxyRefused": "the answer is not the service's but a proxy's; allow the endpoint there, or name it in NO_PROXY",
+    "ProxyCredentials": "a proxy wants credentials; write them into the variable that names it, as "
+    "http://USER:PASSWORD@HOST:PORT, or name the endpoint in NO_PROXY",
+    "ProxyTunnel": "a proxy opens no connection to the endpoint; allow it there, or name the endpoint in NO_PROXY",
 }
 _THROTTLES = frozenset({"SlowDown"})
-_PASSING = frozenset({"NoConnection", "Timeout", "CutOff", "NoAddress", "NoToken", "Replaced"})
+_PASSING = frozenset({"NoConnection", "Timeout", "CutOff", "NoAddress", "NoToken", "Replaced", "ProxyTunnel"})
+_ON_THE_WAY = frozenset({"NoConnection", "Timeout", "CutOff", "Certificate", "NotTls"})
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Failures:
 
     ``hints``: what to do, by code. ``by_status``: the code of an answer without one. ``absent_place``: codes which say
     that the bucket itself is missing, not the object. ``full``, ``throttles``, ``passing``: codes by their kind.
-    ``finer``: patterns of an answer's text, and the code of ours that says more than the service's.
+    ``finer``: patterns of an answer's text, and the code of ours that says more than the service's. ``proxy``: the one
+    between us and the service, without its credentials.
     """
 
     hints: Mapping[str, str]
@@ -69,6 +75,7 @@ class Failures:
     throttles: AbstractSet[str] = field(default_factory=frozenset)
     passing: AbstractSet[str] = field(default_factory=frozenset)
     finer: Sequence[tuple[str, str]] = ()
+    proxy: str = ""
 
     def code_of(self, answer: str) -> str:
         """Return the code in the text of an answer; empty: it has none."""
@@ -82,13 +89,16 @@ class Failures:
         """Return what to raise for a request that failed.
 
         ``what``: the request, as ``GET KEY``. ``code``: the service's own, or without one of those one of ours:
-        Certificate, NotTls, NoAddress, NoConnection, Timeout, CutOff, NoLength, Replaced, Credentials, NoToken.
-        ``detail``: what is said without a hint.
+        Certificate, NotTls, NoAddress, NoConnection, Timeout, CutOff, NoLength, Replaced, Credentials, NoToken,
+        ProxyCredentials, ProxyTunnel. ``detail``: what is said without a hint.
         """
-        code = code or self.by_status.get(status, "")
+        may_be_the_proxys = code in _ON_THE_WAY if code else bool(status)
+        code = self._code(what, status, code)
         answer = " ".join(part for part in (str(status or ""), code) if part)
         hint = self.hints.get(code) or _HINTS.get(code, detail)
         text = ": ".join(part for part in (what, answer, hint) if part)
+        if self.proxy and (may_be_the_proxys or code.startswith("Proxy")):
+            text += f" (through the proxy {self.proxy})"
         if code in self.full or status == 507:
             return StoreFull(text)
         if code in self.throttles | _THROTTLES or status == 429:
@@ -96,3 +106,11 @@ class Failures:
         if code in self.passing | _PASSING or (status >= 500 and code != "NotImplemented"):
             return ObjectStoreBusyError(text, status, code)
         return ObjectStoreError(text, status, code)
+
+    def _code(self, what: str, status: int, code: str) -> str:
+        if status == 407:
+            return "ProxyCredentials"
+        # The answer to a HEAD has no body, whoever refuses.
+        if self.proxy and status == 403 and not code and not what.startswith("HEAD "):
+            return "ProxyRefused"
+        return code or self.by_status.get(status, "")

@@ -23,6 +23,8 @@ _NO_TOKEN = re.compile(r"token request")
 _CAUSES = (
     (re.compile(r"non-partial response|Content-Range header not present"), "NoLength"),
     (re.compile(r"without LOCATION|BareRedirect"), "PermanentRedirect"),
+    (re.compile(r"ProxyAuthRequired"), "ProxyCredentials"),
+    (re.compile(r"TunnelUnsuccessful"), "ProxyTunnel"),
     (re.compile(r"kind: Timeout"), "Timeout"),
     (re.compile(r"dns error"), "NoAddress"),
     (re.compile(r"InvalidCertificate|UnknownIssuer|certificate"), "Certificate"),

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtiers.api import ConfigError, Secret
 from kvtiers_azure.config import AzureConfig
-from kvtiers_objectstore.connecting import NO_RETRIES, client_options, read_certificates
+from kvtiers_objectstore.connecting import NO_RETRIES, client_options, making_a_client
+from kvtiers_objectstore.route import Route, find_route
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig as ObstoreConfig
     from obstore.store import AzureCredential
 
-__all__ = ["Account", "account_of", "open_obstore"]
+__all__ = ["Account", "account_of", "open_obstore", "route_of"]
 
 # Azurite's account and key, which its documentation gives: no secret.
 _EMULATOR = "devstoreaccount1"
@@ -73,24 +74,26 @@ def _expect_base64(key: str) -> None:
         raise ConfigError("the account key is not base64; copy it as the portal shows it") from None
 
 
-def open_obstore(config: AzureConfig) -> Any:
+def route_of(config: AzureConfig) -> Route:
+    """Return the way to the account's endpoint."""
+    return find_route(account_of(config).endpoint, ("ca_file", config.ca_file))
+
+
+def open_obstore(config: AzureConfig, route: Route) -> Any:
     """Return obstore's store for the container; it never retries by itself."""
-    from obstore.exceptions import BaseError
     from obstore.store import AzureStore
 
     account = account_of(config)
     has_keys = bool(account.key or account.sas)
-    try:
+    with making_a_client("credentials cannot be obtained"):
         return AzureStore(
             config.container,
             config=_identity(config, account, has_keys=has_keys),
-            client_options=client_options(config, account.endpoint, "kvtiers-azure", read_certificates(config.ca_file)),
+            client_options=client_options(config, route, "kvtiers-azure", other_hosts=not has_keys),
             retry_config=NO_RETRIES,
             # By this, keys in files are read again.
             credential_provider=(lambda: _issue(config)) if has_keys else None,
         )
-    except BaseError as error:
-        raise ConfigError(f"credentials cannot be obtained: {str(error).partition(chr(10))[0]}") from None
 
 
 def _identity(config: AzureConfig, account: Account, *, has_keys: bool) -> "ObstoreConfig":

@@ -3,17 +3,20 @@
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
-from ssl import SSLError, create_default_context
+from dataclasses import replace
+from ssl import SSLError
 from urllib.parse import quote
 
 from kvtiers.api import Finding
-from kvtiers_azure.access import account_of, open_obstore
+from kvtiers_azure.access import account_of, open_obstore, route_of
 from kvtiers_azure.config import AzureConfig
 from kvtiers_azure.failures import FAILURES
+from kvtiers_objectstore.failures import Failures
 from kvtiers_objectstore.obstore_bucket import ObstoreBucket, ObstoreParts
 from kvtiers_objectstore.obstore_client import ObstoreClient
 from kvtiers_objectstore.parts import Parts
 from kvtiers_objectstore.requests import Requests
+from kvtiers_objectstore.route import Route
 from kvtiers_objectstore.store import Access, ObjectStore
 
 __all__ = ["AzureStore"]
@@ -27,26 +30,27 @@ class AzureStore(ObjectStore):
 
     def __init__(self, config: AzureConfig, *, read_only: bool = False) -> None:
         self._config = config
-        account = account_of(config)
-        self._endpoint = account.endpoint
+        self._route = route = route_of(config)
+        failures = replace(FAILURES, proxy=route.shown_proxy)
         requests = Requests(config.put_price, config.get_price)
         attributes = {"Storage-Class": config.access_tier} if config.access_tier != "account" else None
-        client = ObstoreClient(open_obstore(config), requests, FAILURES, attributes)
+        client = ObstoreClient(open_obstore(config, route), requests, failures, attributes)
         parts = ObstoreParts(
-            client, FAILURES, part_size=config.part_size, connections=config.connections, label="azure"
+            client, failures, part_size=config.part_size, connections=config.connections, label="azure"
         )
         bucket = (
-            SignedContainer(config, client, parts, requests)
-            if account.sas
+            SignedContainer(config, route, failures, client, parts, requests)
+            if account_of(config).sas
             else ObstoreBucket(client, parts, requests, page=_PAGE, deleted_at_once=_DELETED_AT_ONCE)
         )
         super().__init__(config, Access(client, parts, bucket, requests), read_only=read_only)
 
     def _where(self) -> str:
-        return f"container {self._config.container!r} at {self._endpoint}"
+        return f"container {self._config.container!r} at {self._route.endpoint}"
 
     def _settings(self) -> Iterable[Finding]:
         yield Finding("ok", f"{self._where()}, values by {self._client.name}")
+        yield Finding("ok", f"all requests but those for tokens go {self._route}")
         prefix = f" --prefix {self._config.prefix}" if self._config.prefix else ""
         yield Finding(
             "ok",
@@ -58,25 +62,32 @@ class AzureStore(ObjectStore):
 class SignedContainer(ObstoreBucket):
     """The container by a shared access signature, one blob a delete: obstore has batches only, which may refuse one."""
 
-    def __init__(self, config: AzureConfig, client: ObstoreClient, parts: Parts, requests: Requests) -> None:
+    def __init__(
+        self,
+        config: AzureConfig,
+        route: Route,
+        failures: Failures,
+        client: ObstoreClient,
+        parts: Parts,
+        requests: Requests,
+    ) -> None:
         super().__init__(client, parts, requests, page=_PAGE, deleted_at_once=1)
         self._config = config
-        uses_tls = account_of(config).endpoint.startswith("https://")
-        self._tls = create_default_context(cafile=config.ca_file) if uses_tls else None
+        self._route, self._failures = route, failures
 
     def _delete_one(self, key: str) -> None:
         account = account_of(self._config)
         url = f"{account.endpoint}/{self._config.container}/{quote(key)}?{account.sas}"
         request = urllib.request.Request(url, method="DELETE")  # noqa: S310 -- http or https, as the options are checked
         try:
-            urllib.request.urlopen(request, timeout=self._config.timeout, context=self._tls).close()  # noqa: S310
+            self._route.open(request, timeout=self._config.timeout).close()
         except urllib.error.HTTPError as error:
             with error:
-                code = FAILURES.code_of(error.read().decode("utf-8", "replace"))
-            if error.code != 404 or code in FAILURES.absent_place:
-                raise self._client.count(FAILURES.failure(f"DELETE {key}", error.code, code)) from None
+                code = self._failures.code_of(error.read().decode("utf-8", "replace"))
+            if error.code != 404 or code in self._failures.absent_place:
+                raise self._client.count(self._failures.failure(f"DELETE {key}", error.code, code)) from None
         except OSError as error:
-            raise self._client.count(FAILURES.failure(f"DELETE {key}", 0, _cause(error))) from None
+            raise self._client.count(self._failures.failure(f"DELETE {key}", 0, _cause(error))) from None
 
 
 def _cause(error: OSError) -> str:

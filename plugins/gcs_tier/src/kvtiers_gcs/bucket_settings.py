@@ -4,14 +4,13 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from ssl import create_default_context
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from kvtiers.api import Finding
 from kvtiers_gcs.config import GcsConfig
-from kvtiers_gcs.failures import FAILURES
-from kvtiers_objectstore.failures import ObjectStoreError
+from kvtiers_objectstore.failures import Failures, ObjectStoreError
+from kvtiers_objectstore.route import Route
 
 __all__ = ["Effect", "effect_of", "rules_for", "settings_findings"]
 
@@ -61,10 +60,12 @@ def _covers(condition: Mapping[str, Any], prefix: str) -> bool:
     return any(prefix.startswith(ruled) for ruled in condition.get("matchesPrefix") or [""])
 
 
-def settings_findings(config: GcsConfig, endpoint: str, token: Callable[[], str], prefix: str) -> Iterator[Finding]:
+def settings_findings(
+    config: GcsConfig, route: Route, failures: Failures, token: Callable[[], str], prefix: str
+) -> Iterator[Finding]:
     """Examine the bucket's settings. ``prefix``: what all names start with, its ``/`` included."""
     try:
-        settings = _settings(config, endpoint, token())
+        settings = _settings(config, route, failures, token())
     except ObjectStoreError as error:
         yield Finding(
             "warning",
@@ -76,19 +77,20 @@ def settings_findings(config: GcsConfig, endpoint: str, token: Callable[[], str]
     yield from _kept(config.bucket, settings)
 
 
-def _settings(config: GcsConfig, endpoint: str, token: str) -> dict[str, Any]:
-    url = f"{endpoint}/storage/v1/b/{quote(config.bucket)}?fields=lifecycle,versioning,softDeletePolicy"
+def _settings(config: GcsConfig, route: Route, failures: Failures, token: str) -> dict[str, Any]:
+    url = f"{route.endpoint}/storage/v1/b/{quote(config.bucket)}?fields=lifecycle,versioning,softDeletePolicy"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})  # noqa: S310 -- as the options are checked
-    tls = create_default_context(cafile=config.ca_file) if url.startswith("https://") else None
     try:
-        with urllib.request.urlopen(request, timeout=config.timeout, context=tls) as answer:  # noqa: S310
+        with route.open(request, timeout=config.timeout) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:
-        error.close()
-        raise FAILURES.failure("GET of the bucket's settings", error.code) from None
+        with error:
+            is_the_services = b'"error"' in error.read()  # the JSON API's words, which have no code of their own
+        code = failures.by_status.get(error.code, "") if is_the_services else ""
+        raise failures.failure("GET of the bucket's settings", error.code, code) from None
     except (OSError, ValueError) as error:
-        raise FAILURES.failure("GET of the bucket's settings", 0, "", f"{type(error).__name__}: {error}") from None
+        raise failures.failure("GET of the bucket's settings", 0, "", f"{type(error).__name__}: {error}") from None
 
 
 def _rules(rules: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[Finding]:

@@ -84,6 +84,7 @@ def cluster_of(config: RedisConfig) -> RedisCluster:
         # It takes a connection class with a url alone, and with rediss:// its own, which trusts the system's CAs too.
         url=f"redis://{f'[{host}]' if ':' in host else host}:{port}",
         connection_class=_TlsConnection if config.places.tls else Connection,
+        address_remap=config.reached_at,
         startup_nodes=[ClusterNode(*address) for address in others],
         require_full_coverage=False,  # some slots without a node are no reason to do without the others
         # It asks one node which commands there are, and another one if that does not answer.

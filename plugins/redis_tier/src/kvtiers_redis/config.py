@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvtiers.api import Duration, Secret, Size, TierConfig
-from kvtiers_redis.places import Places, parse_url
+from kvtiers_redis.places import Address, Places, parse_address, parse_url
 
 __all__ = ["RedisConfig"]
 
@@ -36,6 +36,10 @@ class RedisConfig(TierConfig):
     )
     topology: Literal["single", "cluster", "sentinel"] = Field(
         default="single", description="kind of the servers in the url: one server, nodes of a Cluster, or Sentinels"
+    )
+    address_map: dict[str, str] = Field(
+        default_factory=dict,
+        description="where nodes of a Cluster behind NAT are reached: HOST:PORT by the HOST:PORT that they announce",
     )
     master: str = Field(default="mymaster", min_length=1, description="the name that Sentinels have for the master")
     database: int = Field(default=0, ge=0, description="number of the database, where the url names none")
@@ -91,12 +95,30 @@ class RedisConfig(TierConfig):
         parse_url(url)
         return url
 
+    @field_validator("address_map")
+    @classmethod
+    def _has_addresses(cls, addresses: dict[str, str]) -> dict[str, str]:
+        for text in (*addresses, *addresses.values()):
+            try:
+                parse_address(text)
+            except ValueError:
+                raise ValueError(f"{text!r} is no address; expected 'HOST:PORT' on both sides") from None
+        return addresses
+
     @field_validator("tls_ca", "tls_cert", "tls_key")
     @classmethod
     def _is_file(cls, path: Path | None) -> Path | None:
         if path is not None and not path.expanduser().is_file():
             raise ValueError(f"no file {str(path)!r}; expected a PEM file")
         return path.expanduser() if path is not None else None
+
+    @model_validator(mode="after")
+    def _fits_a_cluster(self) -> "RedisConfig":
+        if self.topology == "cluster" and self.database_number:
+            raise ValueError("a Cluster has database 0 only")
+        if self.address_map and self.topology != "cluster":
+            raise ValueError("'address_map' needs 'topology: cluster', whose nodes announce addresses")
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RedisConfig":
@@ -107,8 +129,6 @@ class RedisConfig(TierConfig):
             raise ValueError("several hosts need 'topology: cluster' or 'topology: sentinel'")
         if places.database is not None and self.database not in {0, places.database}:
             raise ValueError(f"the url names database {places.database}, the option 'database' {self.database}")
-        if self.topology == "cluster" and self.database_number:
-            raise ValueError("a Cluster has database 0 only")
         if not places.tls and (unused := [name for name in _TLS_OPTIONS if getattr(self, name) is not None]):
             raise ValueError(f"{unused[0]!r} needs a url that begins with rediss://")
         if self.tls_key is not None and self.tls_cert is None:
@@ -125,6 +145,10 @@ class RedisConfig(TierConfig):
     def places(self) -> Places:
         """The url, taken apart."""
         return parse_url(self.url, sentinel=self.topology == "sentinel")
+
+    def reached_at(self, announced: Address) -> Address:
+        """Return where the node of a Cluster that announces this address is reached: there, if nothing else is said."""
+        return {parse_address(at): parse_address(to) for at, to in self.address_map.items()}.get(announced, announced)
 
     @property
     def place(self) -> str:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-__all__ = ["Address", "Places", "is_loopback", "parse_url"]
+__all__ = ["Address", "Places", "is_loopback", "parse_address", "parse_url"]
 
 Address = tuple[str, int]
 """A host and its port."""
@@ -42,11 +42,12 @@ def parse_url(url: str, *, sentinel: bool = False) -> Places:
     if database and not database.isdecimal():
         raise ValueError(f"expected a database number behind the last '/', got {database!r}")
     port = _SENTINEL_PORT if sentinel else _PORT
-    addresses = tuple(_address(host, port) for host in hosts.split(","))
+    addresses = tuple(parse_address(host, port) for host in hosts.split(","))
     return Places(scheme == "rediss", addresses, "", int(database) if database else None)
 
 
-def _address(text: str, port: int) -> Address:
+def parse_address(text: str, port: int = _PORT) -> Address:
+    """Parse ``HOST:PORT``, where the port may be left out; ValueError if it is none."""
     match = _HOST.fullmatch(text.strip())
     if match is None or not 0 < int(match[3] or port) < 1 << 16:
         raise ValueError(_EXPECTED)

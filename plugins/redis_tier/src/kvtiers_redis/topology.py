@@ -122,9 +122,12 @@ class _Cluster(Topology):
             node = self._cluster.get_node_from_key(key)
         except RedisError as error:
             raise TierUnavailable(str(error)) from None
-        return self.server_at((node.host, node.port))
+        return self._reached((node.host, node.port))
 
     def server_at(self, address: Address) -> Server:
+        return self._reached(self._config.reached_at(address))
+
+    def _reached(self, address: Address) -> Server:
         server = self._servers.get(address)
         if server is None:
             with self._lock:
@@ -137,7 +140,7 @@ class _Cluster(Topology):
         return list(self._servers.values())
 
     def masters(self) -> Sequence[Server]:
-        return [self.server_at((node.host, node.port)) for node in self._cluster.get_primaries()]
+        return [self._reached((node.host, node.port)) for node in self._cluster.get_primaries()]
 
     def refresh(self) -> None:
         with self._refreshing:

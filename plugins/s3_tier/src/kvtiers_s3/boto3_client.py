@@ -76,5 +76,5 @@ class Boto3Client:
             yield
         except (ClientError, BotoCoreError, HTTPError, OSError, KeyError, ValueError) as error:
             if not (isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in absent):
-                self._requests.count_failed(raised := translated(f"{method} {key}", error))
+                self._requests.count_failed(raised := translated(self._connection.failures, f"{method} {key}", error))
                 raise raised from None

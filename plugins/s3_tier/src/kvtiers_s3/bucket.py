@@ -109,7 +109,7 @@ class Bucket:
         try:
             yield
         except (ClientError, BotoCoreError, OSError) as error:
-            raised = translated(what, error)
+            raised = translated(self._connection.failures, what, error)
             self._connection.requests.count_failed(raised)
             raise raised from None
 

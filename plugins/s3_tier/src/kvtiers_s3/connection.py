@@ -1,18 +1,29 @@
-"""The connection to a bucket: its address, and its clients: obstore's for values, boto3's for the rest."""
+"""The connection to a bucket: its address, and its clients: obstore's for values, boto3's for the rest.
 
+Credentials, region, endpoint, proxy and trusted certificates are resolved here once, and given to both clients: by
+itself each would take its own from the environment.
+"""
+
+import os
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from botocore.config import Config
 from botocore.configprovider import ConfiguredEndpointProvider
+from botocore.regions import EndpointResolver
 
-from kvtiers_objectstore.connecting import NO_RETRIES, client_options, read_certificates
+from kvtiers.api import ConfigError
+from kvtiers_objectstore.connecting import NO_RETRIES, client_options, making_a_client
 from kvtiers_objectstore.requests import Requests
+from kvtiers_objectstore.route import Route, find_route
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.credentials import open_session
+from kvtiers_s3.failures import FAILURES
 
 if TYPE_CHECKING:
     from obstore.store import S3Config as ObstoreConfig
@@ -33,9 +44,12 @@ class Connection:
         self.config = config
         self.requests = requests
         self._session = open_session(config)
-        self.endpoint = config.endpoint or _configured_endpoint(self._session)
         self.region: str = config.region or self._session.get_config_variable("region") or "us-east-1"
-        self._certificates = read_certificates(config.ca_file)
+        given = config.endpoint or _configured_endpoint(self._session)
+        self.is_aws = not given
+        self.endpoint = _expect_fips(self._session, given) if given else _aws_endpoint(self._session, self.region)
+        self.route = self._find_route()
+        self.failures = replace(FAILURES, proxy=self.route.shown_proxy)
         self._lock = threading.RLock()
         self._clients: dict[int, Any] = {}
 
@@ -44,8 +58,30 @@ class Connection:
         """Return whether the bucket is a part of the host's name."""
         if self.config.addressing == "auto":
             # A dot in the bucket's name would be one too many for the certificate.
-            return not self.endpoint and "." not in self.config.bucket
+            return self.is_aws and "." not in self.config.bucket
         return self.config.addressing == "virtual"
+
+    def _find_route(self) -> Route:
+        """Return the way to the bucket. ConfigError: one of the clients could not go it."""
+        bundle = "AWS_CA_BUNDLE" if os.environ.get("AWS_CA_BUNDLE") else "ca_bundle of the profile"
+        route = find_route(
+            self._endpoint_of_the_bucket(),
+            ("ca_file", self.config.ca_file),
+            (bundle, self._session.get_config_variable("ca_bundle")),
+            ("REQUESTS_CA_BUNDLE", os.environ.get("REQUESTS_CA_BUNDLE")),
+        )
+        if route.authorities and Path(route.authorities).is_dir():
+            raise ConfigError(
+                f"{route.named_by} names the folder {route.authorities!r}, and boto3 reads certificates from one file; "
+                "name a file by ca_file, AWS_CA_BUNDLE or SSL_CERT_FILE"
+            )
+        if route.shown_proxy.startswith("https://") and not route.endpoint.startswith("https://"):
+            raise ConfigError(
+                f"the environment names the proxy {route.shown_proxy} for {route.endpoint}, and boto3 does not check "
+                "the certificate of a proxy to an http:// endpoint; use TLS for both, or name "
+                f"{route.host} in NO_PROXY"
+            )
+        return route
 
     @property
     def put_options(self) -> dict[str, str]:
@@ -80,7 +116,7 @@ class Connection:
         return boto3.Session(botocore_session=self._session)  # two of one session are refused
 
     def _new_boto3_client(self, attempts: int) -> Any:
-        config = self.config
+        config, route = self.config, self.route
         checksums = "when_supported" if config.checksums == "always" else "when_required"
         options = Config(
             connect_timeout=config.connect_timeout,
@@ -90,7 +126,14 @@ class Connection:
             s3={
                 "addressing_style": "virtual" if self.is_virtual else "path",
                 "payload_signing_enabled": not config.unsigned_payload,
+                "use_accelerate_endpoint": False,
+                "use_dualstack_endpoint": False,
             },
+            # The endpoint that is given is the one of these settings already.
+            use_fips_endpoint=False,
+            use_dualstack_endpoint=False,
+            proxies=route.proxies,
+            proxies_config={"proxy_ca_bundle": route.authorities} if route.proxy and route.authorities else None,
             request_checksum_calculation=checksums,
             response_checksum_validation="when_required",  # a value's seal says more, and the same of both clients
             user_agent_extra="kvtiers-s3",
@@ -98,8 +141,8 @@ class Connection:
         client = self._boto3_session.client(
             "s3",
             region_name=self.region,
-            endpoint_url=self.endpoint or None,
-            verify=str(config.ca_file) if config.ca_file else None,
+            endpoint_url=self.endpoint,
+            verify=route.authorities or True,
             config=options,
         )
         client.meta.events.register("before-call.s3", _follow_no_redirect)
@@ -133,19 +176,19 @@ class Connection:
             options["server_side_encryption"] = _ENCRYPTION[config.encryption]
         if config.kms_key:
             options["sse_kms_key_id"] = config.kms_key
-        return S3Store(
-            config.bucket,
-            config=options,
-            client_options=client_options(config, self.endpoint, "kvtiers-s3", self._certificates),
-            retry_config=NO_RETRIES,
-            credential_provider=self._issue_credentials,
-        )
+        with making_a_client():
+            return S3Store(
+                config.bucket,
+                config=options,
+                client_options=client_options(config, self.route, "kvtiers-s3"),
+                retry_config=NO_RETRIES,
+                credential_provider=self._issue_credentials,
+            )
 
     def _endpoint_of_the_bucket(self) -> str:
-        endpoint = self.endpoint or f"https://s3.{self.region}.{_aws_domain(self.region)}"
         if not self.is_virtual:
-            return endpoint
-        url = urlsplit(endpoint)
+            return self.endpoint
+        url = urlsplit(self.endpoint)
         return f"{url.scheme}://{self.config.bucket}.{url.netloc}"
 
     def _issue_credentials(self) -> "S3Credential":
@@ -166,8 +209,32 @@ def _configured_endpoint(session: Any) -> str:
     return str(found or "").rstrip("/")
 
 
-def _aws_domain(region: str) -> str:
-    return "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+def _aws_endpoint(session: Any, region: str) -> str:
+    """Return AWS's own endpoint of a region, with FIPS and dual stack if environment or profile ask for them."""
+    of_s3 = session.get_config_variable("s3") or {}
+    options = {
+        "use_fips_endpoint": session.get_config_variable("use_fips_endpoint"),
+        "use_dualstack_endpoint": session.get_config_variable("use_dualstack_endpoint")
+        or of_s3.get("use_dualstack_endpoint"),
+    }
+    resolver = EndpointResolver(session.get_component("data_loader").load_data("endpoints"))
+    found = resolver.construct_endpoint("s3", region, **options)
+    if not found:
+        asked = "".join(f" with {name}" for name, is_asked in options.items() if is_asked)
+        raise ConfigError(
+            f"AWS has no endpoint of region {region!r}{asked}; set 'region', or 'endpoint' for a server that is not AWS"
+        )
+    return f"https://{found['hostname']}"
+
+
+def _expect_fips(session: Any, endpoint: str) -> str:
+    """Return this endpoint; ConfigError if FIPS is asked for, and it does not say that it has it."""
+    if session.get_config_variable("use_fips_endpoint") and "fips" not in endpoint:
+        raise ConfigError(
+            f"AWS_USE_FIPS_ENDPOINT or the profile asks for FIPS, and the endpoint {endpoint!r} is named beside it; "
+            "name the FIPS endpoint itself, or unset one of the two"
+        )
+    return endpoint
 
 
 def _follow_no_redirect(params: Any, **_: Any) -> None:

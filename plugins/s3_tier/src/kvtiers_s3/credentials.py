@@ -7,6 +7,7 @@ usual chain: environment, config files, web identity, container, instance.
 from typing import Any
 
 import botocore.session
+from botocore.config import Config
 from botocore.credentials import (
     CredentialProvider,
     CredentialResolver,
@@ -18,6 +19,7 @@ from botocore.credentials import (
 from botocore.exceptions import BotoCoreError, ClientError
 
 from kvtiers.api import ConfigError, Secret
+from kvtiers_objectstore.route import find_route
 from kvtiers_s3.config import S3Config
 
 __all__ = ["open_session"]
@@ -84,6 +86,7 @@ def _with_role(base: Any, config: S3Config) -> Any:
         region_name=region,
         endpoint_url=config.sts_endpoint or None,
         verify=str(config.ca_file) if config.ca_file and config.sts_endpoint else None,
+        config=Config(proxies=find_route(config.sts_endpoint).proxies) if config.sts_endpoint else None,
     )
     wanted = {"RoleArn": config.role, "RoleSessionName": _SESSION_NAME}
     if config.role_external_id:

@@ -17,7 +17,6 @@ from kvtiers_objectstore.parts import Parts
 from kvtiers_objectstore.values import ValueClient
 from kvtiers_s3.bucket import Bucket
 from kvtiers_s3.connection import Connection
-from kvtiers_s3.failures import FAILURES
 
 __all__ = ["UploadParts"]
 
@@ -29,8 +28,8 @@ class UploadParts(Parts):
     """Large values, by boto3's requests for uploads and either client's for ranges."""
 
     def __init__(self, connection: Connection, client: ValueClient, bucket: Bucket) -> None:
-        config = connection.config
-        super().__init__(client, FAILURES, part_size=config.part_size, connections=config.connections, label="s3")
+        config, failures = connection.config, connection.failures
+        super().__init__(client, failures, part_size=config.part_size, connections=config.connections, label="s3")
         self._connection = connection
         self._bucket = bucket
 

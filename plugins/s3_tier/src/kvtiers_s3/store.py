@@ -11,7 +11,6 @@ from kvtiers_objectstore.values import ValueClient
 from kvtiers_s3.bucket import Bucket
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
-from kvtiers_s3.failures import FAILURES
 from kvtiers_s3.parts import UploadParts
 
 __all__ = ["S3Store", "open_client"]
@@ -43,7 +42,7 @@ class S3Store(ObjectStore):
 
     def _where(self) -> str:
         connection = self._connection
-        return f"bucket {connection.config.bucket!r} at {connection.endpoint or 'AWS'}, region {connection.region}"
+        return f"bucket {connection.config.bucket!r} at {connection.endpoint}, region {connection.region}"
 
     def _more_of(self, _error: ObjectStoreError) -> str:
         region = self._bucket.region()
@@ -55,6 +54,7 @@ class S3Store(ObjectStore):
 
         style = "virtual-host" if self._connection.is_virtual else "path"
         yield Finding("ok", f"{self._where()}, {style} addressing, values by {self._client.name}")
+        yield Finding("ok", f"all requests go to {self._connection.route.endpoint} {self._connection.route}")
         yield from bucket_findings(self._bucket, self._prefix)
 
 
@@ -67,7 +67,7 @@ def open_client(connection: Connection) -> ValueClient:
 
         storage_class = connection.config.storage_class
         attributes = {"Storage-Class": storage_class} if storage_class else None
-        return ObstoreClient(connection.obstore(), connection.requests, FAILURES, attributes)
+        return ObstoreClient(connection.obstore(), connection.requests, connection.failures, attributes)
     if wanted == "obstore":
         raise ConfigError("client 'obstore' is not installed; pip install obstore, or set 'client: boto3'")
     from kvtiers_s3.boto3_client import Boto3Client

@@ -16,7 +16,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +28,14 @@ from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig
 from kvtiers.plugins import load_tier
 
-__all__ = ["NAMESPACE", "BenchTier", "Case", "Figures", "NotStoredError", "measure"]
+__all__ = ["NAMESPACE", "BenchTier", "Case", "Figures", "NotStoredError", "fitting", "measure"]
 
 NAMESPACE = "kvtiers-bench"
 _MOST_BOUNCE = 256 << 20
 _SINGLES = 24
 _COLD_SINGLES = 8
+_SHARE_OF_CAPACITY = 4  # a case takes at most one part of so many: evicting is not what is measured
+_SINGLES_SHARE = 4  # of the values of a case, at most one part of so many is also written alone
 _POOL_VALUES = 8  # different contents; each key has one
 _CALL_SECONDS = 60.0
 _KEY_BYTES = 32
@@ -96,8 +98,18 @@ class Figures:
     cold_seconds: float | None
 
 
+def fitting(tier: BenchTier, case: Case, most_bytes: int) -> Case:
+    """Return the case with as many values in a call as ``most_bytes`` and the tier's capacity allow, at least one."""
+    return replace(case, batch=max(1, min(case.batch, _room(tier, most_bytes) // case.value_bytes)))
+
+
+def _room(tier: BenchTier, most_bytes: int) -> int:
+    capacity = getattr(tier.tier, "capacity", None)
+    return min(most_bytes, capacity // _SHARE_OF_CAPACITY) if isinstance(capacity, int) else most_bytes
+
+
 def measure(tier: BenchTier, case: Case, *, most_bytes: int, seconds: float) -> Figures:
-    """Measure one case. Blocks for a few times ``seconds``, or less where ``most_bytes`` are moved sooner.
+    """Measure one case that fits. Blocks for a few times ``seconds``, or less where ``most_bytes`` are moved sooner.
 
     NotStoredError, one line, if the tier does not take values; KvtiersError if it does not give them back; ConfigError
     if it cannot be opened.
@@ -107,12 +119,14 @@ def measure(tier: BenchTier, case: Case, *, most_bytes: int, seconds: float) -> 
         bound = bound.with_options(processes=case.processes)
     config = _alone(bound)
     capacity = getattr(tier.tier, "capacity", None)
-    room = capacity // 4 if isinstance(capacity, int) else most_bytes
-    count = max(case.batch, min(most_bytes, room) // case.value_bytes)
+    if isinstance(capacity, int) and capacity < _SHARE_OF_CAPACITY * case.value_bytes:
+        raise NotStoredError(f"a capacity of {format_size(capacity)} is less than {_SHARE_OF_CAPACITY} of them")
+    count = max(case.batch, _room(tier, most_bytes) // case.value_bytes)
+    alone_too = max(1, min(_SINGLES, count // _SINGLES_SHARE))
     run = _Run(bound, config, case)
     with run.opened() as client, contextlib.ExitStack() as if_it_fails:
         if_it_fails.callback(run.forget, client)
-        singles = [run.put(client, 1) for _ in range(min(_SINGLES, count))]
+        singles = [run.put(client, 1) for _ in range(alone_too)]
         write = run.writes(client, count, seconds)
         alone = [run.get(client, [place]) for place in range(len(singles))]
         hot = run.reads(client, seconds)
@@ -182,7 +196,8 @@ class _Run:
         if not all(found):
             raise KvtiersError(
                 f"{self._tier.label}: {found.count(False)} of {len(found)} values of "
-                f"{format_size(self._case.value_bytes)} that were stored were not found again"
+                f"{format_size(self._case.value_bytes)} that were stored were not found again, of "
+                f"{format_size(len(self.keys) * self._case.value_bytes)} in all; has the tier room for so much?"
             )
         for at, place in enumerate(places):
             if not np.array_equal(self._into[at], self._content(place)):

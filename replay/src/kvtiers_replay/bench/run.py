@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtiers.api.units import format_size
 from kvtiers_replay.bench.advice import Advice, advise, best_of
-from kvtiers_replay.bench.cases import BenchTier, Case, Figures, NotStoredError, measure
+from kvtiers_replay.bench.cases import BenchTier, Case, Figures, NotStoredError, fitting, measure
 from kvtiers_replay.bench.limits import Limits, measure_limits
 
 __all__ = ["Bench", "BenchOptions", "run_bench"]
@@ -22,7 +22,8 @@ __all__ = ["Bench", "BenchOptions", "run_bench"]
 class BenchOptions:
     """``value_bytes``: sizes of values. ``blocks``: of a model, by the size of a value with so many; empty: no model.
 
-    ``most_bytes``, ``seconds``: the most that one case moves and takes, each way.
+    ``most_bytes``, ``seconds``: the most that one case moves in calls of a batch and that they take, each way; a batch
+    that is more is measured as one of fewer values. A quarter of it is moved value by value, too.
     """
 
     value_bytes: Sequence[int]
@@ -31,7 +32,7 @@ class BenchOptions:
     threads: Sequence[int] = (1, 4, 16)
     processes: Sequence[int] = (1, 2)
     most_bytes: int = 64 << 20
-    seconds: float = 1.0
+    seconds: float = 0.5
 
 
 @dataclass(slots=True)
@@ -134,6 +135,7 @@ class _Cases:
         return into
 
     def _figures(self, tier: BenchTier, case: Case) -> Figures | None:
+        case = fitting(tier, case, self._options.most_bytes)
         if (tier.label, case) not in self._done:
             hosts = f", threads: {case.threads}" if tier.has_hosts else ""
             hosts += f", processes: {case.processes}" if tier.may_have_hosts else ""

@@ -104,8 +104,8 @@ Exit status: 0, 2 if a config or the command line is wrong or a tier did not giv
 @click.option("--processes", metavar="N,N", callback=_list(_whole), default="1,2", show_default=True,
               help="Tier hosts.")  # fmt: skip
 @click.option("--bytes", "most_bytes", metavar="SIZE", callback=with_unit(parse_size), default="64MiB",
-              show_default=True, help="Most bytes of one case.")  # fmt: skip
-@click.option("--seconds", metavar="S", type=click.FloatRange(0.01, 600), default=1.0, show_default=True,
+              show_default=True, help="Most bytes of one case; a batch that is more gets fewer values.")  # fmt: skip
+@click.option("--seconds", metavar="S", type=click.FloatRange(0.01, 600), default=0.5, show_default=True,
               help="Longest time of one case, each way.")  # fmt: skip
 @click.option("--model", metavar="FILE", type=click.Path(), help="The model's config.json, as for kvtiers size.")
 @model_options
@@ -199,7 +199,7 @@ def _config_of(
             if name == "path":
                 tier[name] = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtiers-bench-"))
             elif name == "capacity":
-                tier[name] = format_size(_ROOM * options.most_bytes)
+                tier[name] = format_size(_ROOM * max(options.most_bytes, *options.value_bytes, 1))
     return {"version": 1, "primary": {"capacity": "64MiB"}, "secondary": [tier]}
 
 

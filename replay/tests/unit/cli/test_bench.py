@@ -3,10 +3,14 @@
 import json
 import os
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from kvtiers_replay.bench import Case, Figures, advise
+
+PAGE = Path(__file__).parents[4] / "docs/which-store.md"
 
 QUICK = ("--sizes", "64KiB,256KiB", "--batches", "1,3", "--threads", "2", "--processes", "1", "--bytes", "1MiB")
 QUICK += ("--seconds", "0.02")
@@ -43,6 +47,63 @@ def test_a_directory_is_read_cold_too_compared_in_turns_and_left_without_values(
     left = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in left) < 32 << 10  # records of fingerprints
     assert all("kvtiers-bench" in path.parts for path in left if "_layout" in path.parts)
+
+
+@pytest.mark.parametrize("sizes", ["8MiB", "2MiB,8MiB"])
+def test_no_case_moves_more_than_the_bytes_that_are_given_whatever_its_batch(run, tmp_path, sizes):
+    tier = ("fs", "--set", f"path={tmp_path}/fs", "--set", "io=thread")
+    options = ("--sizes", sizes, "--batches", "16", "--threads", "2", "--processes", "1", "--bytes", "16MiB")
+    result = run("bench", *tier, *options, "--json")
+    assert result.exit_code == 0, result.output
+    for each in json.loads(result.stdout)["tiers"]["fs"]["by_size"]:
+        size = each["case"]["value_bytes"]
+        assert each["case"]["batch"] == 16 * 2**20 // size  # what is printed is what was measured
+        assert each["values"] * size <= (16 << 20) + max(4 << 20, size)  # and a quarter, or one value, alone
+
+
+def test_a_size_of_which_the_capacity_holds_no_four_is_said_and_not_called_lost(run, tmp_path):
+    tier = ("fs", "--set", f"path={tmp_path}/fs", "--set", "capacity=24MiB", "--set", "io=thread")
+    options = ("--sizes", "1MiB,8MiB", "--batches", "16", "--threads", "2", "--processes", "1", "--seconds", "0.02")
+    result = run("bench", *tier, *options)
+    assert result.exit_code == 0, result.output
+    assert "Not measured: fs: values of 8MiB, 1 at a time, threads: " in result.stdout
+    assert ": a capacity of 24MiB is less than 4 of them" in result.stdout
+
+
+def documented_commands():
+    """Return the arguments of each command of the page, and of the first one with the options that its text names."""
+    text = PAGE.read_text(encoding="utf-8")
+    commands = [shlex.split(line, comments=True)[2:] for line in re.findall(r"^kvtiers bench .*", text, re.MULTILINE)]
+    (quicker,) = re.findall(r"`(--bytes [^`]+)`", text)
+    assert len(commands) == 3
+    return [*commands, [*commands[0][:3], *shlex.split(quicker)]]
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="the page is not beside an installed distribution")
+@pytest.mark.parametrize("number", range(4))
+def test_the_commands_of_the_page_work_as_they_are_printed(run, tmp_path, number):
+    model = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 16, "num_key_value_heads": 8,
+             "torch_dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    for name in ("nvme", "network"):
+        tier = f"{{type: fs, io: thread, path: {tmp_path}/{name}, capacity: 256MiB}}"
+        (tmp_path / f"{name}.yaml").write_text(f"version: 1\nprimary: {{capacity: 1MiB}}\nsecondary: [{tier}]\n")
+    arguments = [argument.replace("/mnt/nvme", str(tmp_path)) for argument in documented_commands()[number]]
+    arguments = [argument.replace("redis://cache:6379", "redis://127.0.0.1:1") for argument in arguments]
+    given = set(arguments)
+    # Small: what a command does not name itself is set to little.
+    little = {"--batches": "16", "--threads": "2", "--processes": "1", "--seconds": "0.02", "--bytes": "8MiB"}
+    more = [word for option, value in little.items() if option not in given for word in (option, value)]
+    more += ["--set", "io=thread"] if "--set" in given else []
+    result = run("bench", *arguments, *more)
+    if "redis" in given:  # the options are right, and no server is there
+        assert result.exit_code == 2
+        assert "127.0.0.1:1" in result.output
+        assert "No such option" not in result.output
+    else:
+        assert result.exit_code == 0, result.output
+        assert "what suits is" in result.stdout
+    assert ("--plot" not in given or "redis" in given) or (tmp_path / arguments[-1]).is_file()
 
 
 def test_a_third_partys_store_and_a_tier_of_the_third_rung_are_measured(run, store):
@@ -134,7 +195,10 @@ def test_a_busy_machine_is_said_beside_what_suits(run, monkeypatch, load):
     ("body", "said"),
     [
         ("def write(self, *_): raise WritesRefused('no room here')", "were not stored"),
-        ("def read_into(self, name, view): return False", "that were stored were not found again"),
+        (
+            "def read_into(self, name, view): return False",
+            "that were stored were not found again, of 1.8MiB in all; has the tier room",
+        ),
     ],
 )
 def test_a_tier_that_does_not_give_back_what_it_took_is_an_error_of_one_line(run, store, body, said):

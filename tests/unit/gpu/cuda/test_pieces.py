@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtiers.gpu.copy_plan import plan_copy, writers_turn
@@ -15,7 +15,7 @@ from kvtiers.gpu.cuda.copy import _PAGES_PER_PIECE
 from kvtiers.gpu.cuda.driver import MAX_ENTRIES
 from kvtiers.gpu.cuda.geometry import UNIT_BYTES, group_geometry
 from kvtiers.gpu.cuda.pieces import page_pieces, staged_pieces
-from kvtiers.gpu.tensors import kv_pages
+from kvtiers.gpu.tensors import blocks_of_groups, kv_pages
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.rank_map import runs_of_rank
 from kvtiers.types import BlockSpec
@@ -36,7 +36,7 @@ class Hands:
         pages = kv_pages(layout, rank, kv)
         runs = runs_of_rank(layout, rank, rank_map)
         self.groups = [group_geometry(layout, rank, group, pages, runs) for group in range(len(layout.groups))]
-        self.num_blocks = [len(next((t for t in kv if t is not None), [()]))] * len(layout.groups)
+        self.num_blocks = blocks_of_groups(layout, pages)
 
     def move(self, spec, chunk_ids, method, slot_bytes, *, store):
         rows = len(self.region) // self.layout.row_stride
@@ -94,8 +94,16 @@ class Hands:
         ctypes.memmove(*((row, kv) if store else (kv, row)), nbytes)
 
 
+def case_of_a_rank_without_bytes():
+    """Return a transfer of two ranks' layout for the rank that holds nothing of any KV group."""
+    layout = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, (0, 1)),), world_size=2)
+    transfer = BlockSpec(np.array([25]), (1,), (0,))
+    return cases.Case(layout, 0, transfer, np.array([0], np.int32), num_rows=2, padding=0, seed=0)
+
+
 @pytest.mark.parametrize("method", ["staged", "direct", "pages"])
 @settings(deadline=None, max_examples=60)
+@example(case=case_of_a_rank_without_bytes(), slot_bytes=SLOTS[0])
 @given(case=cases.cases() | cases.cases_of_many_groups(), slot_bytes=st.sampled_from(SLOTS))
 def test_the_pieces_of_a_transfer_move_every_byte_to_its_place_and_no_other(method, case, slot_bytes):
     for store in (True, False):

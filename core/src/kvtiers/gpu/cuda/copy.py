@@ -19,7 +19,7 @@ from kvtiers.gpu.cuda.pieces import page_pieces, staged_pieces
 from kvtiers.gpu.pin_pace import PinPace
 from kvtiers.gpu.pinning import PinnedRows
 from kvtiers.gpu.settings import CopyMethod, CopySettings
-from kvtiers.gpu.tensors import KVPages
+from kvtiers.gpu.tensors import KVPages, blocks_of_groups
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap, runs_of_rank
 from kvtiers.region.client import RegionJoin
@@ -56,10 +56,7 @@ class CudaCopies:
         runs = runs_of_rank(layout, rank, rank_map)
         self._device = torch.device("cuda", device)
         self._driver = CudaDriver(device)
-        self.num_blocks = [
-            min((p.num_blocks for p, t in zip(pages, layout.tensors, strict=True) if p and t.group == g), default=2**62)
-            for g in range(len(layout.groups))
-        ]
+        self.num_blocks = blocks_of_groups(layout, pages)
         self._has_kernel: bool | None = None  # not known before the first ``attach``: compiling takes a while
         self._groups = [
             self._with_units(group_geometry(layout, rank, group, pages, runs)) for group in range(len(layout.groups))

@@ -1,4 +1,7 @@
-"""A proxy before an object store that does, request by request, what a test wants: refuse, delay, cut off, drip."""
+"""A proxy before an object store that does, request by request, what a test wants: refuse, delay, cut off, drip.
+
+It is also one that clients are told of: then it opens the tunnels that they ask for by CONNECT.
+"""
 
 import contextlib
 import socket
@@ -141,6 +144,8 @@ class Proxy:
             request = Request(len(self.log), method, path, headers)
             self.log.append(request)
         fault = self.script(request) or Fault()
+        if method == "CONNECT" and not fault.answer:
+            self._tunnel(client, path)
         length = int(headers.get("content-length", 0))
         if headers.get("expect"):
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -163,6 +168,19 @@ class Proxy:
         time.sleep(max(0.0, begin - time.monotonic()))
         self._send(client, answer, fault)
         return rest
+
+    def _tunnel(self, client: socket.socket, where: str) -> None:
+        """Pass bytes both ways until one side ends; raises EOFError then."""
+        host, _, port = where.rpartition(":")
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(socket.create_connection((host.strip("[]"), int(port))))
+            self._keep(server, stack)
+            client.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            back = threading.Thread(target=_pump, args=(server, client), daemon=True)
+            back.start()
+            _pump(client, server)
+            back.join()
+        raise EOFError
 
     def _pass_on(self, client: socket.socket, server: socket.socket, begin: float) -> None:
         """Send an answer at the rate of the link while it comes, so that this machine's speed is not in it twice."""
@@ -198,6 +216,15 @@ class Proxy:
                 self._link = max(self._link, time.monotonic()) + nbytes / self.bytes_per_second
                 pause = self._link - time.monotonic()
             time.sleep(max(0.0, pause))
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(_PIECE):
+            sink.sendall(piece)
+    for end in (source, sink):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def _answer_of(server: socket.socket, *, has_body: bool) -> bytes:
