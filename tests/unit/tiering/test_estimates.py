@@ -1,9 +1,11 @@
 """What computing and loading cost is estimated from measurements, and no single outlier decides for long."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.tiering.estimates import LoadRate, PrefillCost, prior_seconds_per_token
+from kvtiers.tiering.estimates import LEAST_STEP, LoadRate, PrefillCost, prior_seconds_per_token
 
 
 def load(rate, now, chunks, seconds):
@@ -49,6 +51,62 @@ def test_steps_after_hits_which_compute_few_tokens_do_not_make_tokens_dear_howev
     for _ in range(100):
         cost.observe(16, 0.02)
     assert cost.seconds_per_token == pytest.approx(0.25 / 8192)
+
+
+def test_a_step_of_a_few_tokens_is_no_price_however_many_there_are_and_whatever_they_take():
+    cost = PrefillCost(prior=150e-6, estimate=20e-6)
+    for _ in range(100):
+        cost.observe(16, 0.044)
+    assert not cost.is_measured
+    assert cost.seconds_per_token == pytest.approx(60e-6)
+    assert cost.seconds(8192, 4096) is None
+
+
+steps = st.lists(
+    st.tuples(st.integers(1, 16_384), st.floats(0.0001, 10.0), st.floats(0.0, 100_000.0)), min_size=1, max_size=40
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps)
+def test_no_step_of_fewer_than_512_tokens_changes_the_price(seen):
+    of_all, of_the_long = PrefillCost(1e-4), PrefillCost(1e-4)
+    for tokens, seconds, position in seen:
+        of_all.observe(tokens, seconds, position)
+        if tokens >= LEAST_STEP:
+            of_the_long.observe(tokens, seconds, position)
+        assert of_all.seconds_per_token == of_the_long.seconds_per_token
+        assert of_all.is_measured is of_the_long.is_measured
+        assert of_all.seconds(100, 50.0) == of_the_long.seconds(100, 50.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 8_192), min_size=1, max_size=40), st.floats(0.0, 0.1), st.floats(1e-6, 1e-3))
+def test_the_price_is_that_of_a_token_without_the_steps_fixed_cost_once_two_lengths_were_seen(lengths, fixed, token):
+    cost = PrefillCost(1e-4)
+    for tokens in lengths:
+        cost.observe(tokens, fixed + token * tokens)
+    said = [tokens for tokens in lengths if tokens >= LEAST_STEP]
+    if not said:
+        assert cost.seconds_per_token == 1e-4
+        return
+    assert token * (1 - 1e-6) <= cost.seconds_per_token <= (token + fixed / min(said)) * (1 + 1e-6)
+    if len(said) < 9 and max(said) >= 2 * min(said):
+        assert cost.seconds_per_token <= max(token, (token + fixed / min(said)) / 8) * (1 + 1e-6)
+
+
+def test_a_fixed_cost_of_steps_is_no_tokens_price():
+    """Six hundred new tokens a turn, as of a chat whose history is loaded; one long prompt was computed before."""
+    cost = PrefillCost()
+    for tokens in (8192, *[600] * 30):
+        cost.observe(tokens, 0.04 + 18.7e-6 * tokens)
+    assert cost.seconds_per_token == pytest.approx(18.7e-6)
+
+
+@pytest.mark.parametrize("estimate", [0.0, 20e-6, 1.0])
+def test_the_prior_is_not_far_above_the_engines_own_estimate(estimate):
+    cost = PrefillCost(150e-6, estimate)
+    assert cost.seconds_per_token == pytest.approx({0.0: 150e-6, 20e-6: 60e-6, 1.0: 1.0}[estimate])
 
 
 def test_of_jobs_that_run_side_by_side_the_clock_counts_and_not_the_sum_of_their_own_seconds():

@@ -4,13 +4,17 @@ Both are weighted quantiles of a few recent measurements, which a few outliers d
 
 **Prefill cost** (``PrefillCost``): seconds to compute a prompt's token, from the engine's own steps::
 
-    seconds a token = the lower third of (seconds / tokens) over the last 9 steps, by their tokens
+    seconds a token = the lower third of (seconds - fixed cost) / tokens over the last 9 steps
 
 Whatever disturbs a step makes it longer: compilation and pinning at the start, decoding requests, an idle engine that
-is counted in. So not the median but the lower third is used, which holds after a single good step among two bad
-ones, and follows an engine that has become slower within seven. A step's fixed cost (launches, sampling) makes a token
-of a short one dear: one with less than a quarter of the tokens of the largest remembered says nothing. After a hit few
-tokens are computed, and with hits alone there are only such steps; the longer ones before them stay remembered.
+is counted in. So not the median but the lower third is used, by the steps' tokens, which holds after a single good step
+among two bad ones, and follows an engine that has become slower within seven.
+
+A step's fixed cost (launches, sampling) makes a token of a short one dear: the 16 tokens that are computed after a hit
+take as long as some hundreds. So a step of fewer than 512 tokens says nothing, neither does one with less than a
+quarter of the tokens of the largest remembered: with hits alone there are only such steps, and the prior stands, or
+the longer steps before them. The fixed cost is what is left of the shortest of the last 16 steps without its tokens, by
+what steps of at least twice as many tokens take longer than it does; 0 until such a step was seen.
 
 What a load has saved depends on where its tokens are in the prompt, since attention reads all tokens before the one
 that is computed. So the same steps are also fitted by position (``seconds``)::
@@ -22,11 +26,10 @@ those between any two of the last 16 steps that are far enough apart (Theil-Sen)
 is left. No token is priced as further into its prompt than those that were computed: the saving is never guessed too
 high. The decision whether to load takes all tokens to cost the same.
 
-Before the first step a prior stands: an engine that makes so much KV a second. GPUs make 1 GB/s (a small one) to
+Before the first such step a prior stands: an engine that makes so much KV a second. GPUs make 1 GB/s (a small one) to
 7 GB/s (an H100 with a model of 1 billion parameters; 4 GB/s with one of 8 billion: 128 KiB a token in 30 us). The prior
 is the low end: it takes computing to be dear, so that the first request that hits in a tier is loaded. An engine may
-give an ``estimate`` of its own, as vLLM's integration makes one of the model's operations and the GPU's peak. Where it
-is dearer than the prior, as on a CPU, it is the prior.
+        self.seconds_per_token = min(max(prior, estimate), _MOST_PRIOR * estimate) if estimate else prior
 
 **Load rate** (``LoadRate``): seconds to a tier's first chunk, and seconds a chunk from then on.
 
@@ -50,12 +53,15 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvtiers.layout.cache_layout import CacheLayout
 
-__all__ = ["PRIOR_BYTES_PER_SECOND", "LoadRate", "PrefillCost", "prior_seconds_per_token"]
+__all__ = ["LEAST_STEP", "PRIOR_BYTES_PER_SECOND", "LoadRate", "PrefillCost", "prior_seconds_per_token"]
+
+LEAST_STEP = 512
+"""Tokens of prompts in a step that says something of what a token costs: fewer cost hardly more than none."""
 
 _PRIOR_KV_BYTES_PER_SECOND = 1e9
 
@@ -63,6 +69,9 @@ _STEPS = 9
 _SHARE = 1 / 3
 _SMALLEST = 1 / 4  # of the largest step's tokens
 _POSITIONED_STEPS = 16
+_LONGER = 2  # times the tokens of the shortest step: what a step takes longer than that is the cost of more tokens
+_LEAST_COST = 1 / 8  # of a step's seconds for its tokens
+_MOST_PRIOR = 3  # times the engine's estimate
 _APART = 1 / 4  # of the furthest position: steps that are nearer to each other say nothing of the slope
 _FEWEST_PAIRS = 3
 
@@ -78,34 +87,60 @@ _LEAST_RATIO = 1.5  # of two lengths that say something of the slope between the
 
 class _Step(NamedTuple):
     tokens: int
-    per_token: float
+    seconds: float
     position: float
 
 
 class PrefillCost:
-    """Observed on the engine's thread; ``seconds_per_token`` may be read on any. ``prior``: until a step was seen."""
+    """Observed on the engine's thread; ``seconds_per_token`` may be read on any. ``prior``: until a step was seen.
+
+    ``estimate``: the engine's own, in seconds a token; 0 without one.
+    """
 
     def __init__(self, prior: float = 0.0, estimate: float = 0.0) -> None:
-        self.seconds_per_token = max(prior, estimate)
+        self.seconds_per_token = min(max(prior, estimate), _MOST_PRIOR * estimate) if estimate else prior
         self.estimate = estimate or prior
         self.is_measured = False
+        """A step of at least ``LEAST_STEP`` tokens was seen."""
+        self._short: deque[tuple[float, int]] = deque(maxlen=_POSITIONED_STEPS)
         self._steps: deque[_Step] = deque(maxlen=_POSITIONED_STEPS)
+        self._fixed = 0.0
         self._fit: tuple[float, float] | None = None
 
     def observe(self, tokens: int, seconds: float, position: float = 0.0) -> None:
-        """Take a step into account that has computed so many tokens of prompts, more than none, in so many seconds.
+        """Take a step into account that has computed so many tokens of prompts in so many seconds, above 0.
 
         ``position``: the mean number of tokens before each of them in its prompt; 0 for each step: not known.
         """
+        if tokens < LEAST_STEP:
+            return
+        self._short.append((seconds, tokens))
         last = list(self._steps)[-_STEPS:]
         if last and tokens < _SMALLEST * max(last).tokens:
+            self._price(last)
             return
-        step = _Step(tokens, seconds / tokens, position)
+        step = _Step(tokens, seconds, position)
         self._steps.append(step)
-        self._fit = None
-        recent = [*last, step][-_STEPS:]
-        self.seconds_per_token = _weighted_quantile([(it.per_token, it.tokens) for it in recent], _SHARE)
+        self._price([*last, step][-_STEPS:])
         self.is_measured = True
+
+    def _price(self, recent: Sequence[_Step]) -> None:
+        self._fit = None
+        self._fixed = self._fixed_cost()
+        self.seconds_per_token = _weighted_quantile([(self._per_token(it), it.tokens) for it in recent], _SHARE)
+
+    def _fixed_cost(self) -> float:
+        """Return the seconds of a step that are not its tokens', as far as a longer step beside a short one shows."""
+        least, tokens = min(self._short)
+        slopes = [
+            ((step.seconds - least) / (step.tokens - tokens), step.tokens)
+            for step in self._steps
+            if step.tokens >= _LONGER * tokens
+        ]
+        return max(0.0, least - _weighted_quantile(slopes, _SHARE) * tokens) if slopes else 0.0
+
+    def _per_token(self, step: _Step) -> float:
+        return max(step.seconds - self._fixed, _LEAST_COST * step.seconds) / step.tokens
 
     def seconds(self, tokens: int, position: float) -> float | None:
         """Return what computing so many tokens of this mean position takes; None: nothing was computed yet."""
@@ -119,13 +154,14 @@ class PrefillCost:
     def _fitted(self) -> tuple[float, float]:
         """Return the seconds of a prompt's first token, and how many more each position adds."""
         apart = _APART * max(step.position for step in self._steps)
+        prices = [(self._per_token(step), step) for step in self._steps]
         slopes = [
-            (b.per_token - a.per_token) / (b.position - a.position)
-            for a, b in itertools.combinations(self._steps, 2)
+            (second - first) / (b.position - a.position)
+            for (first, a), (second, b) in itertools.combinations(prices, 2)
             if abs(b.position - a.position) > apart
         ]
         slope = max(0.0, statistics.median(slopes)) if len(slopes) >= _FEWEST_PAIRS else 0.0
-        begins = [(step.per_token - slope * step.position, step.tokens) for step in self._steps]
+        begins = [(per_token - slope * step.position, step.tokens) for per_token, step in prices]
         return max(0.0, _weighted_quantile(begins, _SHARE)), slope
 
 
