@@ -5,7 +5,7 @@ import pytest
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.types import RequestContext
 
-from .harness import PENDING, RETRY, Bench, chain
+from .harness import MISS, PENDING, RETRY, Bench, chain
 from .load_benches import KEYS, bench_with, by_tier, prefill, waited
 
 
@@ -14,6 +14,8 @@ def test_an_answer_that_does_not_come_is_a_miss_after_lookup_wait_and_for_good()
     tier = bench.tier["a"]
     tier.answer = RETRY
     ctx = bench.request()
+    bench.lookup(KEYS, ctx)
+    bench.step()
     ready, seconds = waited(bench, KEYS, ctx)
     assert ready == 0
     assert 0.02 <= seconds <= 0.02 + 0.005 + 1e-9
@@ -33,17 +35,34 @@ def test_an_answer_may_take_a_share_of_what_computing_the_prompt_takes(tokens, l
     bench.tier["a"].answer = RETRY
     ctx = RequestContext("long")
     bench.manager.on_new_request(ctx, tokens)
+    bench.lookup(KEYS, ctx)
+    bench.step()
     ready, seconds = waited(bench, KEYS, ctx)
     assert ready == 0
     assert seconds == pytest.approx(longest, abs=0.006)
 
 
-def test_waiting_is_counted_from_the_first_answer_once_a_request():
+def test_the_wait_for_an_answer_begins_when_the_question_was_sent_however_long_the_lookups_of_the_step_take():
+    bench = bench_with(load_wait=1.0)
+    bench.tier["a"].answer = RETRY
+    ctx = bench.request()
+    for _ in range(50):
+        assert bench.manager.lookup(KEYS[0], ctx) is RETRY
+        bench.clock.now += 0.01
+    bench.step()
+    bench.clock.now += 0.019
+    assert bench.manager.lookup(KEYS[0], ctx) is RETRY
+    bench.clock.now += 0.002
+    assert bench.manager.lookup(KEYS[0], ctx) is MISS
+
+
+def test_waiting_is_counted_from_the_first_question_once_a_request():
     bench = bench_with(load_wait=1.0)
     tier = bench.tier["a"]
     tier.answer = RETRY
     ctx = bench.request()
     bench.lookup(KEYS[:4], ctx)
+    bench.step()
     bench.step(0.015)
     tier.answer = None
     assert bench.lookup(KEYS[:4], ctx) == (0, 0, False)

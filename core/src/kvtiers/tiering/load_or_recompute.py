@@ -40,7 +40,7 @@ one request then has the last sixteenth of its tokens computed, unless the tier 
 import math
 from collections.abc import Callable, Sequence
 
-from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
+from kvtiers.tiering.estimates import LEAST_STEP, PRIOR_BYTES_PER_SECOND, PrefillCost
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
@@ -55,7 +55,6 @@ LOOKUP = 0.15
 """A request waits for a tier's answer for this share of the time that computing its prompt takes."""
 TRIAL = 16
 """A request that is to show what computing takes has the last one of so many parts of it computed."""
-_LEAST_TRIAL = 256  # tokens: computing fewer says little
 _TRIAL_SECONDS = 5.0
 _FASTEST_GPU = 7e9  # bytes of KV a second: an H100 with a model of 1 billion parameters
 _FIRST_LOOK = 0.25
@@ -112,6 +111,8 @@ class Waits:
         self.cost = cost
         self.gpu = GpuQueue(self.cost, clock)
         self._trial_until = -math.inf
+        self.unasked: set[RequestState] = set()
+        """Requests that got no answer in this step, and never before: their questions leave with its end."""
         self.set_options(options)
 
     def set_options(self, options: TieringOptions) -> None:
@@ -235,7 +236,7 @@ class Waits:
         Only of a tier whose rate is known, and that a GPU may outdo. One request is enough; another one follows if
         nothing has come of it after 5 s.
         """
-        if self.cost.is_measured or not self.decides or tokens < _LEAST_TRIAL * TRIAL:
+        if self.cost.is_measured or not self.decides or tokens < LEAST_STEP * TRIAL:
             return False
         per_chunk, now = slot.rate.seconds_per_chunk, self._clock()
         fastest = slot.rate.prior * PRIOR_BYTES_PER_SECOND / _FASTEST_GPU
@@ -247,16 +248,26 @@ class Waits:
     # -- while a request waits
 
     def lookup_over(self, state: RequestState, silent: Sequence[TierSlot]) -> bool:
-        """Return whether a request that got no answer from these tiers has waited long enough for one."""
-        now = self._clock()
+        """Return whether a request that got no answer from these tiers has waited long enough for one.
+
+        Its wait begins with the end of the step: the questions of a step leave then, however long its lookups took.
+        """
         if state.lookup_since is None:
-            state.lookup_since = now
+            self.unasked.add(state)
+            return False
         longest = self._options.lookup_wait
         if self.decides:
             # What a tier brings for others is before the request's own chunks, whenever the answer comes.
             share = LATE if any(slot.metrics.loading_chunks for slot in silent) else LOOKUP
-            longest = max(longest, share * state.prompt_tokens * self.cost.seconds_per_token)
-        return now - state.lookup_since >= longest
+            longest = max(longest, share * state.prompt_tokens * self._seconds_per_token(state))
+        return self._clock() - state.lookup_since >= longest
+
+    def questions_sent(self) -> None:
+        """Begin the waits for answers of the requests that were the first to ask in this step, which ends now."""
+        now = self._clock()
+        for state in self.unasked:
+            state.lookup_since = now
+        self.unasked.clear()
 
     def load_over(self, state: RequestState, tokens: int) -> bool:
         """Return whether a request has waited long enough for this many tokens' chunks, or computing is sooner."""

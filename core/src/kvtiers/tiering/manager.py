@@ -429,6 +429,8 @@ class TieringManager:
             self._take_events()
         for slot in self._slots:
             slot.end_step()
+        if self._waits.unasked:
+            self._waits.questions_sent()
         self._polled = False
         metrics = self._metrics
         metrics.steps += 1
