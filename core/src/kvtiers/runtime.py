@@ -137,6 +137,7 @@ def open_manager(
             listener=engine.listener,
             keep_events=record_events,
             tenants=config.tenant_rule(),
+            windows=layout.windows,
         )
         manager.live = LiveEngine(config, manager, side.tiers, options)
         undo.pop_all()

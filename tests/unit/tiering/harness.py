@@ -274,6 +274,7 @@ class Bench:
     protected_share: float = 0.4
     record_events: bool = True
     prefix_group: int = 0
+    windows: tuple = ()
     tracing: Tracing | None = None
 
     def __post_init__(self):
@@ -303,6 +304,7 @@ class Bench:
             self.options,
             self.clock,
             prefix_group=self.prefix_group,
+            windows=self.windows,
             tracing=self.tracing,
         )
         self._requests = 0

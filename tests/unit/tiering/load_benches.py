@@ -10,9 +10,9 @@ KEYS = chain("k", 8)
 _measures = itertools.count()
 
 
-def bench_with(load_wait, tiers=("a",), rows=64):
+def bench_with(load_wait, tiers=("a",), rows=64, **more):
     options = TieringOptions(lookup_wait=0.02, load_wait=load_wait, one_tier=0.4, all_tiers=0.5)
-    return Bench(rows=rows, tiers={name: {} for name in tiers}, options=options, hold=True)
+    return Bench(rows=rows, tiers={name: {} for name in tiers}, options=options, hold=True, **more)
 
 
 def waited(bench, keys, ctx, tick=0.005, most=4000):
@@ -48,8 +48,8 @@ def measure(bench, seconds, name="a", chunks=4):
     return keys
 
 
-def roomy(**more):
+def roomy(rows=4096, **more):
     options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.8, all_tiers=0.8)
-    bench = Bench(rows=4096, options=options, hold=True, **more)
+    bench = Bench(rows=rows, options=options, hold=True, **more)
     prefill(bench)
     return bench

@@ -295,21 +295,95 @@ def test_what_one_tier_is_too_slow_for_is_not_given_up_while_another_may_have_it
     assert bench.lookup(KEYS, ctx) == (0, 8, False)
 
 
-def test_a_slow_tier_is_measured_again_once_in_a_while_with_a_few_chunks():
-    bench = bench_with(load_wait=None, rows=256)
+@pytest.mark.parametrize("windows", [(), (0, 4)], ids=["one group", "windows"])
+def test_a_slow_tier_is_measured_again_once_in_a_while_with_a_few_chunks_and_no_request_waits_for_them(windows):
+    bench = bench_with(load_wait=None, rows=256, windows=windows, tokens_per_chunk=(16, 16))
     prefill(bench)
     measure(bench, 40.0)
-    keys = chain("many", 60)
-    bench.tier["a"].put(keys)
+    tier, keys = bench.tier["a"], chain("many", 60)
+    tier.put(keys)
     assert bench.lookup(keys, bench.request()) == (0, 0, False)
     bench.step(5.1)
-    assert bench.lookup(keys, bench.request()) == (0, 16, False)
-    assert bench.lookup(chain("x", 1), bench.request()) == (0, 0, False)
-    bench.tier["a"].seconds = 16 * 0.001
+    ctx = bench.request()
+    assert bench.lookup(keys, ctx) == (0, 0, False)
     bench.step()
-    bench.tier["a"].end_all()
+    assert [job.keys for job in tier.loads[1:]] == [tuple(keys[:16])]
+    assert bench.lookup(keys, ctx) == (0, 0, False), "it is computed meanwhile"
+    assert bench.lookup(chain("x", 1), bench.request()) == (0, 0, False)
+    tier.seconds = 16 * 0.001
+    tier.end_all()
     bench.step()
     assert bench.lookup(keys, bench.request()) == (16, 44, False)
+    assert bench.unused_rows() + 44 == 256
+
+
+def hybrid(windows=(0, 8, 8), rows=4096, **more):
+    """A bench of a model with full attention and groups of windows, whose chunks hold 16 tokens each."""
+    bench = roomy(tokens_per_chunk=(16,) * len(windows), windows=windows, rows=rows, **more)
+    return bench
+
+
+def test_a_load_is_weighed_with_the_chunks_of_all_windows_and_states_before_its_end():
+    """Of 8 chunks' tokens 24 chunks come: at three times what each may cost it is computed, and nothing is loaded."""
+    for share, loads in ((0.3, True), (0.4, False)):
+        bench = hybrid()
+        measure(bench, 4 * 16 * 0.001 * share)
+        bench.tier["a"].put(KEYS)
+        assert bench.lookup(KEYS, bench.request()) == (0, 8 if loads else 0, False)
+        bench.step()
+        assert bool(bench.tier["a"].held) is loads
+
+
+def test_a_prompt_with_windows_is_decided_once_and_loaded_whole_or_not_at_all():
+    """A long prefix is found in parts; with 85 % of it on its way the rest looked too slow, and all was dropped."""
+    bench = hybrid(windows=(0, 8))
+    measure(bench, 4 * 16 * 0.001 * 0.9)
+    bench.tier["a"].put(keys := chain("long", 1500))
+    ctx = bench.request()
+    found = []
+    for _ in range(4):
+        found.append(bench.lookup(keys, ctx))
+        bench.step(0.3)
+    assert found == [(0, 448, True), (0, 874, True), (0, 1279, True), (0, 1500, False)]
+    slow = hybrid(windows=(0, 8))
+    measure(slow, 4 * 16 * 0.001 * 0.997)
+    slow.tier["a"].put(keys)
+    assert slow.lookup(keys, slow.request()) == (0, 0, False), "its 448 first chunks alone would have paid"
+
+
+def test_no_prompt_with_windows_is_computed_in_part_as_a_trial():
+    options = TieringOptions(load_wait=None, prior_seconds_per_token=0.001, one_tier=0.8, all_tiers=0.8)
+    keys = chain("long", 600)
+    for windows, loaded in (((), 563), ((0, 8), 600)):
+        bench = Bench(rows=4096, options=options, hold=True, tokens_per_chunk=(16, 16), windows=windows)
+        measure(bench, 0.004)
+        bench.tier["a"].put(keys)
+        ctx = bench.request()
+        for _ in range(3):
+            found = bench.lookup(keys, ctx)
+            bench.step()
+        assert found == (0, loaded, False)
+
+
+@pytest.mark.parametrize("chunks", [8, 100])
+def test_the_windows_of_a_prefix_are_waited_for_as_long_as_computing_the_prefix_takes(chunks):
+    """However few chunks they are, or many: 40 of five groups, of a prefix that is here."""
+    bench = hybrid(windows=(0, 8, 8, 8, 8, 8))
+    keys, groups = chain("k", chunks), range(1, 6)
+    bench.manager.complete_store(bench.begin_store(keys))
+    window = [key for group in groups for key in chain("k", chunks, group)[-8:]]
+    bench.tier["a"].put(window)
+    ctx = bench.request()
+
+    def look():
+        return bench.lookup(keys, ctx), {bench.manager.lookup(key, ctx) for key in reversed(window)}
+
+    assert look() == ((chunks, 0, False), {PENDING})
+    bench.step()
+    bench.step(LATE * chunks * 16 * 0.001 - 0.01)
+    assert look() == ((chunks, 0, False), {PENDING})
+    bench.step(0.02)
+    assert look() == ((chunks, 0, False), {MISS})
 
 
 def test_a_load_that_never_ended_makes_the_tier_look_as_slow_as_it_is():

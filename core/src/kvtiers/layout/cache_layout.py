@@ -211,6 +211,14 @@ class CacheLayout:
         """The first group of full attention, whose chunks are a prompt's from its start; 0 if there is none."""
         return next((index for index, group in enumerate(self.groups) if group.kind == "full_attention"), 0)
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By group, how many chunks a load of it needs before its end, as a window or a state; 0: all of the prefix."""
+        return tuple(
+            0 if group.kind == "full_attention" else -(-(group.window or 1) // self.tokens_per_chunk(index))
+            for index, group in enumerate(self.groups)
+        )
+
     def fingerprint_json(self) -> str:
         """Return the canonical JSON whose sha256 is the fingerprint: everything that decides what stored bytes mean."""
         direct = self.row_layout == "direct"

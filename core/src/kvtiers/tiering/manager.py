@@ -32,7 +32,7 @@ from kvtiers.tiering.commands import Operations, Parts
 from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.load_or_recompute import LoadShape, Waits
 from kvtiers.tiering.load_prices import LoadPrices
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefetch import Prefetches
@@ -103,7 +103,10 @@ class Tracing:
 
 
 class TieringManager:
-    """Joins the primary and the tiers for one engine. See the module's docstring for the rules of calling."""
+    """Joins the primary and the tiers for one engine. See the module's docstring for the rules of calling.
+
+    ``windows``: by KV group, how many chunks a window or a state is; 0 for full attention.
+    """
 
     def __init__(
         self,
@@ -122,6 +125,7 @@ class TieringManager:
         listener: EventSide | None = None,
         keep_events: bool = True,
         tenants: Tenants | None = None,
+        windows: Sequence[int] = (),
     ) -> None:
         self._tracing = tracing = tracing or Tracing()
         options = options or TieringOptions()
@@ -142,7 +146,7 @@ class TieringManager:
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._provenance = Provenance(self._slots)
-        self._waits = Waits(options, clock, options.prefill_cost())
+        self._waits = Waits(options, clock, options.prefill_cost(), LoadShape(tokens_per_chunk, windows))
         prices = LoadPrices(self._waits.cost, prefix_group, tokens_per_chunk[prefix_group])
         self._jobs = tracing.jobs(primary, self._slots, self._provenance, options, clock, prices)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
@@ -429,8 +433,7 @@ class TieringManager:
             self._take_events()
         for slot in self._slots:
             slot.end_step()
-        if self._waits.unasked:
-            self._waits.questions_sent()
+        self._waits.questions_sent()
         self._polled = False
         metrics = self._metrics
         metrics.steps += 1

@@ -18,7 +18,7 @@ from kvtiers.tiering.promotion import Found, Promotions
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import LastAnswer, RequestState, RoomWait
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
-from kvtiers.types import PrefixHits
+from kvtiers.types import PrefixHits, RequestContext
 
 __all__ = ["Lookups"]
 
@@ -63,7 +63,9 @@ class _Search:
     """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
 
     ``most``: those of one answer. ``per_question``: what a further question counts in ``left``. ``waited``: chunks that
-    the request has waited for before. ``may_wait``: loads in flight will give rows back.
+    the request has waited for before. ``may_wait``: loads in flight will give rows back. ``is_whole``: a part of the
+    prefix is worth nothing, since windows or states are to be loaded beside it. ``prefix``: of a window, the tokens of
+    the prefix that the other groups have.
     """
 
     tiers: list[_Asked]
@@ -73,6 +75,8 @@ class _Search:
     per_question: int
     waited: int
     may_wait: bool
+    is_whole: bool
+    prefix: int
     no_room: _NoRoom | None = None
 
 
@@ -209,7 +213,8 @@ class Lookups:
         if pending:
             here = keys[:length]
             chunks = self._awaited(here, pending, state, window=window)
-            if self._waits.load_over(state, (max(pending, chunks) + more) * tokens):
+            whole = _prefix_of(state) if window else 0
+            if self._waits.load_over(state, whole or (max(pending, chunks) + more) * tokens):
                 return self._give_up(keys, length, pending, state)
             self._promotions.share(here, state)
         elif run.no_room is not None and self._waits.line_over(state, more * tokens):
@@ -297,7 +302,9 @@ class Lookups:
         per_question = _QUESTION_BESIDE_PROMPTS if beside else 0
         left = max(_FEWEST_RESERVED, most - at // _WALKED_FOR_ONE)
         waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
-        search = _Search(tiers, self._budget.room_in_all, left, most, per_question, waited, may_wait)
+        whole = self._waits.shape.has_windows and not window
+        prefix = _prefix_of(state) if window else 0
+        search = _Search(tiers, self._budget.room_in_all, left, most, per_question, waited, may_wait, whole, prefix)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
         while at < len(keys) and tiers and (search.room or search.may_wait) and search.left:
@@ -338,14 +345,15 @@ class Lookups:
                 continue
             hits = min(has, search.most, self._before_trial(tier.slot, keys, at, state, tokens))
             places = self._absent(some[:hits], at)
-            worth = self._waits.worth_loading(tier.slot, len(places), tokens, state, search.waited)
-            if not worth:
+            wanted = len(places) if not search.is_whole or has == hits else len(self._absent(some[:has], at))
+            if not self._waits.worth_loading(tier.slot, wanted, tokens, state, search.waited, search.prefix):
                 too_slow.append((tier.slot, has))
-            elif take := self._take(search, tier, [keys[place] for place in places[:worth]], state):
+            elif take := self._take(search, tier, [keys[place] for place in places], state):
                 end = at + hits if take == len(places) else places[take]
                 return Found(tier.slot, places[:take]), end, ()
         if too_slow and not silent and search.no_room is None:
             self._recompute(too_slow, keys, at, state)
+            self._try_out(*too_slow[0], keys, at, tokens)
         return None, at, silent
 
     def _before_trial(
@@ -387,6 +395,17 @@ class Lookups:
         self._metrics.recomputed_cheaper += len(self._absent(keys[at : at + most], at))
         state.given_up.add(keys[at])
 
+    def _try_out(self, slot: TierSlot, has: int, keys: Sequence[OffloadKey], at: int, tokens: int) -> None:
+        """Load a few chunks, of so many from ``at`` on, once in a while from a tier that seems too slow, to measure it.
+
+        No request waits for them: the one that found them is computed meanwhile.
+        """
+        if trial := self._waits.trial(slot):
+            places = self._absent(keys[at : at + min(has, trial)], at)[: self._budget.room(slot)]
+            if places:
+                state = RequestState(RequestContext(""), (slot,), is_prefetch=True)
+                self._promotions.reserve(keys, [Found(slot, places)], state, tokens)
+
     def _absent(self, keys: Sequence[OffloadKey], first: int) -> list[int]:
         found = self._primary.find(keys)
         return [place for place, where in enumerate(found, first) if where is _MISS]
@@ -401,6 +420,11 @@ class Lookups:
                 break
             step *= 4
         return at
+
+
+def _prefix_of(state: RequestState) -> int:
+    """Return how many tokens all groups have that were asked about as a prefix in this step; 0: none was."""
+    return min(state.reached.values(), default=0)
 
 
 def _until(keys: Sequence[OffloadKey], stop: set[OffloadKey]) -> Sequence[OffloadKey]:
