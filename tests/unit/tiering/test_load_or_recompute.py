@@ -319,8 +319,7 @@ def test_a_slow_tier_is_measured_again_once_in_a_while_with_a_few_chunks_and_no_
 
 def hybrid(windows=(0, 8, 8), rows=4096, **more):
     """A bench of a model with full attention and groups of windows, whose chunks hold 16 tokens each."""
-    bench = roomy(tokens_per_chunk=(16,) * len(windows), windows=windows, rows=rows, **more)
-    return bench
+    return roomy(tokens_per_chunk=(16,) * len(windows), windows=windows, rows=rows, **more)
 
 
 def test_a_load_is_weighed_with_the_chunks_of_all_windows_and_states_before_its_end():

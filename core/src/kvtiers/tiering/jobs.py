@@ -318,11 +318,13 @@ class JobTable:
                 self.events.append(OffloadEvent(lost, removed=True, tier=slot.name))
 
     def _price(self, running: Running, good: Sequence[OffloadKey], seconds: float) -> None:
-        """Count what a load saves; nothing for a request that is over, or has gone over to computing."""
+        """Record a load for what it saves; nothing for a request that is over, or has gone over to computing."""
         state = running.state
         if not (state.finished or state.load_over):
             had = good if len(good) == len(running.job.keys) else set(good)
-            self._prices.landed(running.slot, running.job.keys, running.positions, had, seconds)
+            self._prices.landed(state, running.slot, running.job.keys, running.positions, had, seconds)
+            if state.is_prefetch:  # no request takes it
+                self._prices.used(state)
 
     def _stored(self, running: Running, result: JobResult, good: Sequence[OffloadKey], *, overtaken: bool) -> None:
         job, slot, metrics = running.job, running.slot, running.slot.metrics

@@ -148,6 +148,7 @@ class TieringManager:
         self._provenance = Provenance(self._slots)
         self._waits = Waits(options, clock, options.prefill_cost(), LoadShape(tokens_per_chunk, windows))
         prices = LoadPrices(self._waits.cost, prefix_group, tokens_per_chunk[prefix_group])
+        self._prices = prices
         self._jobs = tracing.jobs(primary, self._slots, self._provenance, options, clock, prices)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics, clock)
@@ -384,7 +385,10 @@ class TieringManager:
     def prepare_load(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> LoadPlan | None:
         """Pin readable chunks for a copy to the GPU; None, with nothing pinned, if one of them is not readable."""
         state = self._requests.get(ctx) if self._begin() else None
-        return None if state is None else self._plans.prepare_load(keys, state)
+        plan = None if state is None else self._plans.prepare_load(keys, state)
+        if plan is not None and state is not None and state.landed:
+            self._prices.used(state)
+        return plan
 
     @_timed
     def complete_load(self, plan: LoadPlan, success: bool = True) -> None:

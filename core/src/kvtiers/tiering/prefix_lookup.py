@@ -403,7 +403,7 @@ class Lookups:
         if trial := self._waits.trial(slot):
             places = self._absent(keys[at : at + min(has, trial)], at)[: self._budget.room(slot)]
             if places:
-                state = RequestState(RequestContext(""), (slot,), is_prefetch=True)
+                state = RequestState(RequestContext(""), (slot,), is_prefetch=True, load_over=True)
                 self._promotions.reserve(keys, [Found(slot, places)], state, tokens)
 
     def _absent(self, keys: Sequence[OffloadKey], first: int) -> list[int]:

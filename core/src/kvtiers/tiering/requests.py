@@ -16,7 +16,7 @@ from kvtiers.api import OffloadKey
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import TENANT_FIELD, PrefixHits, RequestContext, Retention
 
-__all__ = ["LastAnswer", "RequestState", "RequestTable", "RoomWait"]
+__all__ = ["Landed", "LastAnswer", "RequestState", "RequestTable", "RoomWait"]
 
 _REMEMBERED = 4096  # requests that are over, so that a late call for one of them does not open it again
 
@@ -46,6 +46,18 @@ class RoomWait(NamedTuple):
     last: OffloadKey
     wanted: int
     changes: int
+
+
+class Landed(NamedTuple):
+    """What a tier has brought for a request since it last used some of that: chunks, and the seconds of their jobs.
+
+    ``prefix_chunks``: those by which prompts are measured; ``sum_of_positions``: of their first tokens in the prompt.
+    """
+
+    chunks: int
+    prefix_chunks: int
+    sum_of_positions: int
+    seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +103,8 @@ class RequestState:
     """How long it may stand in line for rows, with nothing on its way."""
     loading: dict[TierSlot, tuple[int, int]] = field(default_factory=dict)
     """What each tier brings for it: the place of the last chunk among all that the tier was to bring; how many."""
+    landed: dict[TierSlot, Landed] = field(default_factory=dict)
+    """What each tier has brought for it."""
     prompt_tokens: int = 0
     """Of its prompt, as far as the engine says."""
     has_come: bool = False

@@ -267,13 +267,16 @@ class TierSlot:
         """Reserved chunks that are no longer in flight: they landed, or never will."""
         return self.reserved_chunks - self.metrics.loading_chunks
 
-    def count_saved(self, chunks: int, computing: float, seconds: float) -> None:
-        """Count the time saved by a load of so many chunks instead of ``computing`` seconds: once, when it lands.
+    def seconds_of(self, chunks: int, seconds: float) -> float:
+        """Return what loading so many chunks takes by the tier's rate; ``seconds``, where no load was measured yet.
 
-        ``seconds``: that it took, where no load was measured yet; jobs that run side by side all count with theirs.
+        The seconds of jobs that run side by side all count in their sum.
         """
         per_chunk = self.rate.seconds_per_chunk
-        loading = seconds if per_chunk is None else chunks * per_chunk
+        return seconds if per_chunk is None else chunks * per_chunk
+
+    def count_saved(self, computing: float, loading: float) -> None:
+        """Count the seconds saved by loads that took ``loading`` seconds instead of ``computing``."""
         self.metrics.computing_seconds += computing
         self.metrics.saved_seconds += max(0.0, computing - loading)
 
