@@ -33,6 +33,16 @@ def test_a_load_is_made_and_has_no_limit_before_anything_was_computed():
     assert new.skipped == 0
 
 
+def test_the_few_tokens_behind_a_hit_say_nothing_of_what_a_long_prefix_takes_to_compute():
+    found = LoadOrCompute()
+    for _ in range(20):
+        found.computed(16, 0.04)
+    assert found.limit(8192, GB) == float("inf"), "nothing is known, and not 20 s"
+    assert found.limit(16, SMALL) == pytest.approx(0.04)
+    found.computed(1024, 0.03)
+    assert found.limit(8192, GB) == pytest.approx(0.24)
+
+
 def test_a_load_that_is_faster_may_take_as_long_as_computing():
     assert rule(computes=1.0).limit(4096, GB) == 1.0, "no load was measured"
     assert rule(computes=1.0, loads=0.5).limit(4096, GB) == 1.0

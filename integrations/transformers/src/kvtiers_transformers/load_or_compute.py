@@ -13,6 +13,7 @@ import torch
 __all__ = ["FirstToken", "LoadOrCompute"]
 
 _SMALL_BYTES = 16 << 20  # below it, a load is mostly overhead
+_LEAST_SIZE = (512).bit_length()  # tokens, by power of two
 _TRY_EVERY = 16  # refused loads, of which one is made all the same
 
 
@@ -56,11 +57,13 @@ class LoadOrCompute:
     def _computing(self, tokens: int) -> float:
         """Return the seconds expected, infinite if nothing was measured.
 
-        Of the next larger length that was measured, before a smaller one: short computations are mostly overhead.
+        Of the next larger length that was measured, before a smaller one: short computations are mostly overhead, so
+        that what fewer than 512 tokens took, as of those behind a hit, says nothing of more.
         """
         size = tokens.bit_length()
         larger = [one for one in self._compute if one >= size]
-        nearest = min(larger) if larger else max(self._compute, default=None)
+        smaller = [one for one in self._compute if one < size and (one >= _LEAST_SIZE or size <= _LEAST_SIZE)]
+        nearest = min(larger) if larger else max(smaller, default=None)
         return float("inf") if nearest is None else self._compute[nearest] * tokens
 
     def _loading(self, nbytes: int) -> float:

@@ -74,7 +74,7 @@ class Bench:
         self.results = []
         self.rests = []
         config = TierConfig(type="test", retries=0, **options)
-        sizes = [(ROW, VALUE)]
+        sizes = [(ROW, VALUE)] * 2
         views = value_views(memoryview(self.memory), ROW, VALUE)
         backend = InProcessBackend(config, lambda: self.store, views, NAMES, sizes)
         self.tier = ChunkStoreTier(config, HostPool([PooledHost("t", backend)]), self.clock)
@@ -149,24 +149,47 @@ def test_what_was_stored_is_found_and_comes_back(bench):
 
 
 def test_seconds_saved_are_those_that_computing_takes_less_those_of_loading(bench):
-    driver, clock, metrics = bench.driver, bench.clock, bench.driver.metrics
-    driver.end_step(["a"])
-    clock.now += 0.64
-    driver.end_step()
+    driver, metrics = bench.driver, bench.driver.metrics
+    computed(bench, "z", 640, 6.4)
     bench.store_rows(KEYS[:2], [3, 5])
     assert (metrics.computing_seconds, metrics.saved_seconds) == (0.0, 0.0)
     driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True)
     assert bench.result(2).success
     assert driver.loaded_tokens == 64
+    assert metrics.computing_seconds == 0.0, "it is not begun yet"
+    driver.end_step(["a"])
     assert metrics.computing_seconds == pytest.approx(64 * 0.01)
     assert metrics.saved_seconds == pytest.approx(64 * 0.01 - metrics.load_seconds)
     for _ in range(20):  # the engine becomes slower
-        driver.end_step(["b"])
-        clock.now += 6.4
-        driver.end_step()
-        driver._prefill.computed("b", 64)
-        driver.end_step()
-    assert metrics.computing_seconds == pytest.approx(64 * 0.01), "priced once, when it came"
+        computed(bench, "b", 640, 64.0)
+    driver.end_step(["a"])
+    assert metrics.computing_seconds == pytest.approx(64 * 0.01), "priced once, when it was begun"
+
+
+def test_the_windows_of_a_prompt_save_no_tokens_of_their_own_and_their_loads_took_time(bench):
+    driver, metrics = bench.driver, bench.driver.metrics
+    driver._ledger._tokens_per_chunk = [32, 32]
+    computed(bench, "z", 640, 6.4)
+    window = [make_offload_key(bytes([number]) * 32, 1) for number in range(2)]
+    bench.store_rows([*KEYS[:4], *window], range(6))
+    driver.submit(2, KEYS[:4], range(6, 10), "a", is_promotion=True)
+    assert bench.result(2).success
+    driver.submit(3, window, [10, 11], "a", is_promotion=True)
+    assert bench.result(3).success
+    assert driver.loaded_tokens == 128
+    driver.end_step(["a"])
+    assert metrics.computing_seconds == pytest.approx(128 * 0.01)
+    loading = 6 * driver._slot.rate.seconds_per_chunk
+    assert metrics.saved_seconds == pytest.approx(128 * 0.01 - loading)
+
+
+def computed(bench, request, tokens, seconds, position=0.0):
+    """Let the engine compute so many new tokens of a request, in one step."""
+    bench.driver.end_step([request])
+    bench.clock.now += seconds
+    bench.driver.end_step()
+    bench.driver._prefill.computed(request, tokens, position)
+    bench.driver.end_step()
 
 
 def test_what_a_load_saved_is_priced_where_its_tokens_are_in_the_prompt(bench):
@@ -174,19 +197,23 @@ def test_what_a_load_saved_is_priced_where_its_tokens_are_in_the_prompt(bench):
     driver, clock = bench.driver, bench.clock
     bench.store_rows(KEYS[:4], range(4))
     ends = dict(zip(KEYS, range(2032, 2032 + 8 * 32, 32), strict=True)).get
+    driver._ledger._tokens_per_chunk = [640]
     for number, start in enumerate([0, 500, 1000, 1500, 2000]):  # computed: the further in, the dearer
         driver.end_step([f"p{number}"])
-        clock.now += 32 * (0.01 + start * 0.00001)
+        clock.now += 640 * (0.01 + start * 0.00001)
         driver.end_step()
-        driver.submit(10 + number, KEYS[:1], [9], f"p{number}", is_promotion=False, ends=lambda _, end=start + 16: end)
+        driver.submit(10 + number, KEYS[:1], [9], f"p{number}", is_promotion=False, ends=lambda _, end=start + 320: end)
         bench.result(10 + number)
         driver.end_step()
+    driver._ledger._tokens_per_chunk = [32]
     driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True, ends=ends)
     assert bench.result(2).success
+    driver.end_step(["a"])
     first = driver.metrics.computing_seconds
     assert first == pytest.approx(64 * (0.01 + 2000 * 0.00001), rel=0.05), "by position 2000, and not 32"
     driver.submit(3, [KEYS[3]], [7], "a", is_promotion=True, ends=lambda _key: 1016)
     assert bench.result(3).success
+    driver.end_step(["a"])
     assert driver.metrics.computing_seconds - first == pytest.approx(32 * (0.01 + 1000 * 0.00001), rel=0.05)
 
 
@@ -215,6 +242,8 @@ def test_a_load_that_failed_in_part_says_which_chunks_landed_and_the_others_are_
 def test_a_request_waits_no_longer_than_lookup_wait_for_all_its_answers_together(bench):
     bench.store.gate.clear()
     assert bench.driver.lookup(KEYS[0], "a") is RETRY
+    bench.clock.now += 10.0
+    assert bench.driver.lookup(KEYS[0], "a") is RETRY, "the question leaves with the end of the step"
     bench.driver.end_step()
     bench.clock.now += 0.019
     assert bench.driver.lookup(KEYS[0], "a") is RETRY
@@ -354,9 +383,7 @@ def test_a_request_waits_for_loads_while_it_has_some_and_no_longer_than_load_wai
 @pytest.mark.parametrize("seconds_per_token", [None, 0.01], ids=["until computing has been measured", "as computing"])
 def test_a_request_waits_for_loads_as_long_as_computing_takes_or_else_as_for_answers(bench, seconds_per_token):
     if seconds_per_token:
-        bench.driver.end_step(["a"])
-        bench.clock.now += 64 * seconds_per_token
-        bench.driver.end_step()
+        computed(bench, "z", 640, 640 * seconds_per_token)
     bench.store_rows(KEYS[:2], [3, 5])  # 64 tokens
     bench.store.gate.clear()
     bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)

@@ -48,6 +48,9 @@ class Request:
     loads_over: float = math.inf
     left_out: bool = False
     lost: set[OffloadKey] = field(default_factory=set)
+    landed: dict[OffloadKey, int | None] = field(default_factory=dict)
+    """The chunks that were loaded for it since it was last begun, and where they end in its prompt."""
+    landed_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -272,14 +275,25 @@ class JobLedger:
 
     def _count_loaded(self, running: Running, good: Sequence[OffloadKey], seconds: float) -> None:
         if good:
-            prompt = running.request.prompt
-            tokens, position = self.extent(good, running.ends, prompt.loaded)
+            request, before = running.request, running.request.prompt.loaded
             self.metrics.loads += 1
-            self.loaded_tokens += tokens
+            request.landed.update((key, running.ends(key)) for key in good)
+            request.landed_seconds += seconds
+            request.prompt.loaded = self.extent(list(request.landed))[0]
+            self.loaded_tokens += request.prompt.loaded - before
+
+    def used(self, request: Request) -> None:
+        """Count what the loads of a request have saved, which is begun now: all of them at once, and once.
+
+        Those of windows and states save no tokens of their own, but take time.
+        """
+        landed, seconds = request.landed, request.landed_seconds
+        request.landed, request.landed_seconds = {}, 0.0
+        if landed:
+            tokens, position = self.extent(list(landed), landed.get, request.prompt.before)
             computing = self._prompts.cost.seconds(tokens, position)
-            prompt.loaded += tokens
             if computing is not None:
-                self._slot.count_saved(len(good), computing, seconds)
+                self._slot.count_saved(computing, self._slot.seconds_of(len(landed), seconds))
 
     def _note_lost(self, request: Request, job: TransferJob, good: Sequence[OffloadKey]) -> None:
         """Make a chunk whose load failed a miss for its request, which would retry for ever otherwise."""

@@ -11,6 +11,7 @@ not stop loads for others. A tier whose loads in flight all fail to land does: i
 the time of that silence, also where ``load_wait`` was given.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class Prompt:
     decided_in: int = -1
     promised: int = 0
     queue: tuple[float, int] | None = None
-    loading: int = 0
+    loading: float = 0
     loaded: int = 0
     before: int = 0
     trial: int = 0
@@ -131,7 +132,7 @@ class Prompts:
         if prompt.queue is None:
             prompt.queue = self._gpu.ahead, self._behind(prompt)
         self.taken_up(prompt)
-        prompt.loading += tokens
+        prompt.loading = min(prompt.loading + tokens, prompt.tokens or math.inf)  # windows save no tokens of their own
         if self._load_wait is not None:
             return self._load_wait
         return self._at_least(LATE * self._seconds(prompt.loading, *prompt.queue))
@@ -165,7 +166,7 @@ class Prompts:
         own = prompt.tokens if prompt.has_come and not (prompt.is_taken_up or prompt.promised) else 0
         return self._gpu.waiting - own
 
-    def _seconds(self, own: int, ahead: float, behind: int) -> float:
+    def _seconds(self, own: float, ahead: float, behind: int) -> float:
         return (ahead + own + min(behind, own)) * self.cost.seconds_per_token
 
     def _at_least(self, seconds: float) -> float:

@@ -80,6 +80,8 @@ class TierDriver:
         self._prefill = PrefillRate(self._prompts.cost)
         self._ledger = JobLedger(slot, self._tier, self._prompts, tokens_per_chunk, self._drops_stores, clock)
         self._requests: dict[str, Request] = {}
+        self._unasked: list[Request] = []
+        """Requests that got no answer in this step, and never before: their questions leave with its end."""
         self._field = RequestField(NEED_OWN_PRIMARY, "under vLLM's own tiering the primary is vLLM's")
         self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         """By id, requests that ``request_started`` may still announce; others expire with their object."""
@@ -150,10 +152,9 @@ class TierDriver:
             return LookupResult.MISS
         if not unresolved:
             return LookupResult.MISS
-        now = self._clock()
         if request.waits_since is None:
-            request.waits_since = now
-        if now - request.waits_since < self._lookup_wait:
+            self._unasked.append(request)
+        if request.waits_since is None or self._clock() - request.waits_since < self._lookup_wait:
             return LookupResult.RETRY
         request.lost.add(key)
         self.metrics.wait_expired += 1
@@ -209,10 +210,14 @@ class TierDriver:
         """
         self._tier.end_step()
         now = self._clock()
+        for asker in self._unasked:
+            asker.waits_since = now
+        self._unasked.clear()
         self._slot.watch_speed(now)
         new_requests = list(new_requests)
         for request_id in new_requests:
             if (request := self._requests.get(request_id)) is not None:
+                self._ledger.used(request)
                 self._prompts.computes(request.prompt)
         self._prompts.end_step()
         self._prefill.step_ended(new_requests, now)
