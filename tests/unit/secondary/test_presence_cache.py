@@ -194,7 +194,11 @@ def test_a_tier_that_answers_nothing_is_not_asked_without_end(tier, asked, kit):
         answers += tier.ask([kit.key(number), kit.key(number + 10_000)])
         tier.flush()
     assert len(asked.questions) == tier.open_probes == presence_cache._MOST_PROBES
-    assert answers.count(MISS) == 1000 - presence_cache._MOST_PROBES
+    assert answers.count(RETRY) == 1000, "what cannot be asked now is no miss: its request asks again"
+    tier.answered(asked.questions[0][0], b"\1\1")
+    assert tier.ask([kit.key(999), kit.key(10_999)]) == [RETRY]
+    tier.flush()
+    assert len(asked.questions) == presence_cache._MOST_PROBES + 1
 
 
 def test_a_very_long_run_is_asked_in_bounded_pieces(tier, asked, kit):

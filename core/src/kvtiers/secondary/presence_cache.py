@@ -19,7 +19,7 @@ _MAX_VERDICTS = 250_000
 _MOST_SUSPECT = 8_192
 _MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is reused no longer than this
 _LEAST_SECONDS = 0.2  # an answer that expired before the next lookup would be asked for again and again
-_MOST_PROBES = 128  # in flight at once; a tier that has not answered these is too slow to be asked more
+_MOST_PROBES = 128  # in flight at once; a tier that has not answered these is asked no more for now
 _LONGEST_RUN = 8_192  # keys in one question
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _NOT_GIVEN = frozenset({Status.MISSING, Status.CORRUPT})
@@ -173,7 +173,7 @@ class PresenceCache:
         if keys[0] in self._asked or keys[0] in self._singles:
             return _RETRY
         if len(self._probes) + len(self._runs) >= _MOST_PROBES:
-            return _MISS
+            return _RETRY  # its request asks again in the next step, for as long as it waits for answers
         self.at_work = True
         if len(keys) == 1:
             self._singles[keys[0]] = None

@@ -319,6 +319,19 @@ class TieringManager:
         return self._lookups.prefix(keys, state, first)
 
     @_timed
+    def lookup_window(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> PrefixHits:
+        """Return the leading run of a window's chunks that is present, all of one group: what ``lookup`` says of each.
+
+        The first that is not there, if the run ends with it, ends all windows that it is in. Ask again as for a prefix.
+        """
+        state = self._state_for(keys, ctx) if self._begin() and keys else None
+        if state is None:
+            return _NO_HITS
+        if state.keeps is not None and keys[-1] not in state.counted_single:
+            self._keep(keys, state.keeps)
+        return self._lookups.window(keys, state)
+
+    @_timed
     def ready_run(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of these chunks, from the first on, ``prepare_load`` would pin now. No side effect."""
         return self._primary.ready_run(keys) if self._begin() else 0

@@ -143,6 +143,20 @@ class Lookups:
             return _PENDING
         return LookupResult.RETRY if hits.unresolved else _MISS
 
+    def window(self, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits:
+        """Return the leading run of a window's chunks that is present; it is loaded if that is all of them."""
+        if new := set(keys).difference(state.counted_single):
+            self._metrics.lookups += len(new)
+            state.counted_single |= new
+        group = group_of(keys[0])
+        last = state.answers.get(group)
+        hits = None if last is None else self._as_before(last, keys, state)
+        if hits is None:
+            hits = self._run(keys, state, self._tokens_in_a_chunk(group), window=True)
+            if hits.pending and not hits.unresolved:
+                state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
+        return hits
+
     def end_step(self) -> None:
         """Forget how far the step's requests reached."""
         for state in self.asking:
@@ -314,7 +328,8 @@ class Lookups:
             found.append(share)
             search.left = max(0, search.left - search.per_question)
             at = self._resident_until(keys, end)
-        if found:
+        is_known = search.left and not silent and search.no_room is None
+        if found and not (window and at < len(keys) and is_known):  # of a window a part is worth nothing
             reached = self._promotions.reserve(keys[:at], found, state, tokens)
             if reached < at:
                 return _Run(reached)

@@ -103,6 +103,19 @@ def test_an_adapters_chunks_stand_in_the_same_order():
     assert (place, rest[0]) == (3, adapted.of(vllm_key(3)))
 
 
-def test_a_chunk_of_a_window_group_and_one_that_is_none_of_the_prompt_have_no_place():
-    assert keys(groups={0: GroupKeys(0, 1, whole_prefix=False)}).place(vllm_key(0)) is None
+def test_what_is_no_chunk_of_the_prompt_has_no_place():
+    assert keys(groups={0: GroupKeys(0, 1, whole_prefix=False)}).place(vllm_key(0)) == 0
     assert keys().place(b"tail" * 8 + (0).to_bytes(4, "big")) is None
+
+
+def test_a_tier_is_asked_first_about_the_whole_prefix_and_about_the_windows_and_states_before_the_prompts_end():
+    groups = {
+        0: GroupKeys(0, 1, whole_prefix=True),
+        1: GroupKeys(1, 1, whole_prefix=False, window=4),
+        2: GroupKeys(2, 1, whole_prefix=False, window=1),
+    }
+    every = keys(groups=groups)
+    full = following(every, vllm_key(0))[1]
+    wanted = [full, [key[:-4] + b"\0\0\0\1" for key in full[-4:]], [full[-1][:-4] + b"\0\0\0\2"]]
+    assert [list(asked) for asked in every.questions()] == wanted
+    assert [list(prefix) for prefix in every.prefixes()] == [full]

@@ -161,9 +161,9 @@ def test_an_adapter_that_changes_takes_the_requests_out_that_began_with_it(book,
     assert not book.holds_back("before")
     assert other.keys is not None
     assert after.keys is not None
-    book.has_local_prefix("other")
+    book.has_local_prefix("other", 16)
     assert other.keys is not None
-    book.has_local_prefix("after")
+    book.has_local_prefix("after", 16)
     assert after.keys is None, "part of it may be the adapter's that was"
 
 
@@ -276,7 +276,7 @@ def test_what_vllm_has_in_its_own_cache_of_other_weights_is_stored_under_no_name
     assert book.new_weights() == "commit-1@2"
     assert "reset_prefix_cache" in caplog.text
     part, none = opened(book, "part of it is in the cache"), opened(book, "none of it is")
-    book.has_local_prefix("part of it is in the cache")
+    book.has_local_prefix("part of it is in the cache", 16)
     assert part.keys is None
     assert none.keys is not None
     versions.now = "3"
@@ -285,7 +285,7 @@ def test_what_vllm_has_in_its_own_cache_of_other_weights_is_stored_under_no_name
     versions.emptied += 1
     assert book.new_weights() is None
     later = opened(book, "later")
-    book.has_local_prefix("later")
+    book.has_local_prefix("later", 16)
     assert later.keys is not None
 
 
@@ -300,7 +300,7 @@ def test_a_cache_that_was_emptied_with_the_update_has_nothing_of_other_weights(b
     assert book.new_weights() == "commit-1@2"
     book.computes()
     request = opened(book, "one")
-    book.has_local_prefix("one")
+    book.has_local_prefix("one", 16)
     assert request.keys is not None
     assert not caplog.records
 
@@ -309,7 +309,7 @@ def test_a_cache_that_is_empty_when_the_weights_change_has_nothing_of_other_weig
     versions.now = "2"
     assert book.new_weights() == "commit-1@2"
     request = opened(book, "one")
-    book.has_local_prefix("one")
+    book.has_local_prefix("one", 16)
     assert request.keys is not None
 
 

@@ -131,8 +131,7 @@ class KvtiersConnector(OffloadingConnector):
     @never_raises(lambda: False)
     def _holds_back(self, request_id: str, num_computed_tokens: int) -> bool:
         manager = self.connector_scheduler.manager
-        if num_computed_tokens:
-            manager.requests.has_local_prefix(request_id)
+        manager.requests.has_local_prefix(request_id, num_computed_tokens)
         return bool(manager.requests.holds_back(request_id)) or manager.pass_is_over()
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

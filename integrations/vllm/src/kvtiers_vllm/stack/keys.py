@@ -21,12 +21,17 @@ _GROUP_BYTES = 4  # vLLM's key ends with the number of its group
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
-    """How one group's keys are made. ``index``: the group's place in the layout. ``whole_prefix``: full attention."""
+    """How one group's keys are made. ``index``: the group's place in the layout. ``whole_prefix``: full attention.
+
+    ``window``: the chunks of a window or a state, 0 for full attention; ``tokens_per_chunk``: 0 where it is of no use.
+    """
 
     index: int
     hashes_per_chunk: int
     whole_prefix: bool
     hashes_per_block: int = 1
+    window: int = 0
+    tokens_per_chunk: int = 0
 
 
 def derive_hash(block_hash: bytes, adapter: bytes, salt: bytes) -> bytes:
@@ -70,9 +75,7 @@ class RequestKeys:
             number == group.index for number, group in groups.items()
         )
         self._own: dict[bytes, OffloadKey] = {}
-        self._prefixes: dict[int, list[OffloadKey]] = {
-            number: [] for number, group in groups.items() if group.whole_prefix
-        }
+        self._prefixes: dict[int, list[OffloadKey]] = {number: [] for number in groups}
         self._shown: dict[int, list[bytes]] = {number: [] for number in self._prefixes}
         """vLLM's keys of the same chunks."""
         self._places: dict[bytes, int] = {}
@@ -111,19 +114,29 @@ class RequestKeys:
         return list(keys) if self._is_plain else [self.of(key) for key in keys]
 
     def place(self, key: bytes) -> int | None:
-        """Return how many chunks of its group precede this one; None if it is not looked up from the head on."""
-        number = int.from_bytes(key[-_GROUP_BYTES:], "big")
-        if number not in self._prefixes:
-            return None
-        self._follow(number)
+        """Return how many chunks of its group precede this one; None if it is no chunk of whole blocks."""
+        self._follow(int.from_bytes(key[-_GROUP_BYTES:], "big"))
         return self._places.get(key)
+
+    def group_of(self, key: bytes) -> GroupKeys:
+        """Return how the keys of this one's group are made."""
+        return self._groups[int.from_bytes(key[-_GROUP_BYTES:], "big")]
 
     def prefixes(self) -> Iterator[Sequence[OffloadKey]]:
         """Yield the keys so far of each group that is looked up from the head on."""
         self.still_hold()
-        for number, prefix in self._prefixes.items():
-            self._follow(number)
-            yield prefix
+        for number, group in self._groups.items():
+            if group.whole_prefix:
+                self._follow(number)
+                yield self._prefixes[number]
+
+    def questions(self) -> Iterator[Sequence[OffloadKey]]:
+        """Yield the keys about which a tier is asked first: of windows and states those before the prompt's end."""
+        yield from self.prefixes()
+        for number, group in self._groups.items():
+            if group.window:
+                self._follow(number)
+                yield self._prefixes[number][-group.window :]
 
     def _follow(self, number: int) -> None:
         """Make the keys of the blocks that vLLM has hashed since."""

@@ -1,7 +1,8 @@
 """The manager for vLLM's scheduler: translates its calls, and caches the answers that vLLM asks for piece by piece.
 
 vLLM looks up each chunk of a prefix alone. The first lookup of a group in a step looks up the
-whole rest of the prefix in ``TieringManager``, and the other lookups are answered from that.
+whole rest of the prefix in ``TieringManager``, and the other lookups are answered from that. So does the first of a
+window look up the window.
 
 A plan (a lease of rows for a copy) ends when every rank has reported its copy, by the connector's own channel: vLLM
 tracks neither failed copies nor, after a reset, those in flight. A request whose load has failed gets no further hits,
@@ -24,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvtiers.api import LookupResult as Answer
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.types import LoadPlan, RequestContext, StorePlan
+from kvtiers.types import LoadPlan, PrefixHits, RequestContext, StorePlan
 from kvtiers.types import OffloadPolicy as Policy
 from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.life import FirstReport
@@ -50,6 +51,7 @@ _ANSWERS = {
     Answer.HIT_PENDING: LookupResult.HIT_PENDING,
     Answer.RETRY: LookupResult.RETRY,
 }
+_THERE = (LookupResult.HIT, LookupResult.HIT_PENDING)
 _POLICIES = {
     Policy.CHUNK_LEVEL: OffloadPolicy.CHUNK_LEVEL,
     Policy.REQUEST_LEVEL: OffloadPolicy.REQUEST_LEVEL,
@@ -172,21 +174,50 @@ class KvtiersManager(OffloadingManager):
         if request is None or keys is None:
             return LookupResult.MISS
         place = keys.place(key)
-        if place is None:
-            if not request.names(keys, (key,)):
-                return LookupResult.MISS
-            with self._manager.lock:
-                return _ANSWERS[self._manager.lookup(keys.of(key), request.context)]
+        if req_context is not self._answered_for:
+            self._answered_for, self._answers = req_context, {}
+        if place is not None and keys.group_of(key).whole_prefix:
+            return self._of_prefix(key, place, request, keys)
+        if not request.names(keys, (key,)):
+            return LookupResult.MISS
+        if place is not None and keys.group_of(key).window > 1 and not self._is_in_a_row(key, place, keys):
+            return self._of_window(key, place, request, keys)
+        with self._manager.lock:
+            return _ANSWERS[self._manager.lookup(keys.of(key), request.context)]
+
+    def _of_prefix(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Any:
         run = self._run(key, place, request, keys)
         place -= run.first
         if place < run.hits.chunks:  # vLLM defers a request of whose run any chunk is pending, whichever it is
             waits = run.hits.pending and not self._can_begin(run, keys.following(key, run.first))
             answer = LookupResult.HIT_PENDING if waits else LookupResult.HIT
-            if req_context is not self._answered_for:
-                self._answered_for, self._answers = req_context, {}
             self._answers.update(dict.fromkeys(keys.shown(key, run.first, run.hits.chunks), answer))
             return answer
         return LookupResult.RETRY if place == run.hits.chunks and run.hits.unresolved else LookupResult.MISS
+
+    def _is_in_a_row(self, key: bytes, place: int, keys: RequestKeys) -> bool:
+        """Return whether the chunk behind this one is there: then vLLM wants a window longer than the group's own."""
+        behind = keys.shown(key, place + 1, 1)
+        return bool(behind) and self._answers.get(behind[0]) in _THERE
+
+    def _of_window(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Any:
+        """Answer for the window that ends with this chunk, as one: vLLM scans from the right, one chunk a call.
+
+        A chunk that is missing ends all windows that it is in. While an answer is missing vLLM goes on to the head, and
+        nothing more is asked.
+        """
+        group = keys.group_of(key)
+        first = min(place, max(place + 1 - group.window, request.computed // max(1, group.tokens_per_chunk)))
+        wanted = keys.following(key, first)[: place + 1 - first]
+        hits = self._ask(wanted, lambda: self._manager.lookup_window(wanted, request.context))
+        if hits.unresolved:
+            first, answer = 0, LookupResult.RETRY
+        elif hits.chunks == len(wanted):
+            answer = LookupResult.HIT_PENDING if hits.pending else LookupResult.HIT
+        else:
+            first, answer = first + hits.chunks, LookupResult.MISS
+        self._answers.update(dict.fromkeys(keys.shown(key, first, place + 1 - first), answer))
+        return answer
 
     def _run(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Run:
         """Return this step's answer for the prefix from this chunk, or from one before it, on."""
@@ -194,22 +225,27 @@ class KvtiersManager(OffloadingManager):
         run = request.runs.get(group)
         if run is None or place < run.first:
             wanted = keys.following(key, place)
-            with self._manager.lock:
-                hits = self._manager.lookup_prefix(wanted, request.context, place)
-            while hits.unresolved and not hits.pending and self._began_idle:
-                with self._manager.lock:
-                    self._manager.ask_ahead(wanted)
-                if not self._backoff.for_answer():
-                    break
-                with self._manager.lock:
-                    self._manager.look_again()
-                    hits = self._manager.lookup_prefix(wanted, request.context, place)
+            hits = self._ask(wanted, lambda: self._manager.lookup_prefix(wanted, request.context, place))
             run = request.runs[group] = Run(place, hits)
             self._asked.add(request)
             if self._describer is not None and hits.pending and request.described < place + hits.chunks:
                 request.described = place + hits.chunks
                 self._describe(request, keys, keys.shown(key, place, hits.chunks))
         return run
+
+    def _ask(self, wanted: Sequence[bytes], look: Callable[[], PrefixHits]) -> PrefixHits:
+        """Look up; where nothing can be computed meanwhile, wait a moment for the tiers' answers."""
+        with self._manager.lock:
+            hits = look()
+        while hits.unresolved and not hits.pending and self._began_idle:
+            with self._manager.lock:
+                self._manager.ask_ahead(wanted)
+            if not self._backoff.for_answer():
+                break
+            with self._manager.lock:
+                self._manager.look_again()
+                hits = look()
+        return hits
 
     @never_raises(lambda: None)
     def _ask_ahead(self, shown: Any) -> None:

@@ -60,6 +60,8 @@ class OpenRequest:
     load_failed: bool = False
     prompt_tokens: int = 0
     """0 where vLLM does not say."""
+    computed: int = 0
+    """How many tokens of it vLLM has itself, as of its last lookup."""
     waits_since: float | None = None
     shown: Any = None
     """vLLM's own request."""
@@ -199,7 +201,7 @@ class RequestBook:
                 self._ahead[shown.request_id] = (shown, keys)
                 if len(self._ahead) > _MOST_AHEAD:
                     self._ahead.popitem(last=False)
-            yield from keys.prefixes()
+            yield from keys.questions()
 
     def get(self, request_id: str) -> OpenRequest | None:
         """Return an open request."""
@@ -219,10 +221,12 @@ class RequestBook:
     def __iter__(self) -> Iterator[OpenRequest]:
         return iter(self._open.values())
 
-    def has_local_prefix(self, request_id: str) -> None:
-        """Record that vLLM has part of a request in its own prefix cache."""
+    def has_local_prefix(self, request_id: str, tokens: int) -> None:
+        """Record how much of a request vLLM has in its own prefix cache, before it is looked up."""
         request = self._open.get(request_id)
         if request is not None:
+            request.computed = tokens
+        if request is not None and tokens:
             request.has_local_prefix = True
             request.out |= self._cache_is_old or self._cache_is_spoiled
 
