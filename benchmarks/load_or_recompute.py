@@ -1,6 +1,6 @@
 """The cost of deciding between a tier and computing, beside the better of always loading and always computing.
 
-Fourteen scenes of an engine of one GPU and its tiers are played by the clock against the real ``TieringManager``
+Twenty-five scenes of an engine of one GPU and its tiers are played by the clock against the real ``TieringManager``
 (``rigs/simulated_engine.py``). Regret: all requests' seconds to the first token together, over those of the better of
 the two ways that do not decide. Below 1 the decision is better than both: GPU and tier work side by side. In
 "colder than the priors" nothing that can be known says that both sides become faster soon: it shows what that costs.
@@ -17,6 +17,7 @@ from rigs.simulated_engine import CHUNK_BYTES, Arrival, Outcome, Scene, Tier, pl
 GOAL_REGRET = 1.05
 WAYS = ("decide", "load", "compute")
 _LONG, _SHORT, _TINY = 16_384, 2_048, 384
+_WINDOWS = (8,) * 5  # of 1,024 tokens each
 
 
 def rate(gigabytes: float) -> Callable[[float], float]:
@@ -111,6 +112,17 @@ def scenes(*, quick: bool = False) -> dict[str, Scene]:
         "mixed, half are known": Scene(poisson(60 * many, 3.0, 0.5), [Tier(rate(5), 0.005)], decoding=0.005),
         "a slow tier before a fast one": Scene(
             [*warm, *known(12 * many, _LONG, 1.0, tiers=2)], [Tier(rate(0.5), 0.02), Tier(rate(7))]
+        ),
+        "windows, one at a time": Scene([*warm, *known(12 * many, _LONG, 1.0)], [Tier(rate(7))], windows=_WINDOWS),
+        "windows, short prefixes": Scene([*warm, *known(60 * many, _SHORT, 0.1)], [Tier(rate(7))], windows=_WINDOWS),
+        "windows, a slow disk": Scene(
+            [*warm, *known(20 * many, _LONG, 1.0)], [Tier(rate(0.5), 0.01)], windows=_WINDOWS
+        ),
+        "windows, a burst over fast memory": Scene(
+            [*warm, *known(24, _LONG // 2, 0.0, 3.0)], [Tier(rate(15))], windows=_WINDOWS, rows=4096
+        ),
+        "states, mixed, half are known": Scene(
+            poisson(60 * many, 3.0, 0.5), [Tier(rate(5), 0.005)], decoding=0.005, windows=(1, 1, 1)
         ),
     }
 

@@ -9,6 +9,9 @@
              several ``hosts`` so many jobs at a time, each as much slower
 
 A chunk is 16 MiB and holds 128 tokens, as of Llama 3.1 8B. Times are in seconds of the played clock, sizes in tokens.
+
+A model may have windows or states beside full attention: a tier that has so many tokens of a prompt has the windows
+before their end, and none before an earlier one. The engine scans for them from the right, as vLLM does.
 """
 
 import math
@@ -65,7 +68,8 @@ class Scene:
     """What happens. ``per_token(t)``: seconds that the GPU takes for a token of a prompt at time t.
 
     ``rows``: of the primary. ``decoding``: seconds that other work takes in each step. ``estimate``: of the seconds a
-    token, by the engine, until a prompt was computed; 0: it has none.
+    token, by the engine, until a prompt was computed; 0: it has none. ``windows``: of each KV group beside the one of
+    full attention, the chunks of its window; 1 for a state.
     """
 
     arrivals: Sequence[Arrival]
@@ -74,6 +78,7 @@ class Scene:
     rows: int = 1536
     decoding: float = 0.0
     estimate: float = 0.0
+    windows: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,7 @@ class _Ready:
 class _Request:
     number: int
     arrival: Arrival
-    keys: list[OffloadKey]
+    keys: list[list[OffloadKey]]
     context: RequestContext
     left: int = 0
     loaded: int = 0
@@ -247,34 +252,55 @@ class _Engine:
         slots = [
             TierSlot(place, tier, TierOptions(f"tier{place}", deadline=math.inf)) for place, tier in enumerate(tiers)
         ]
-        manager = TieringManager("played", primary, slots, [CHUNK_TOKENS], _Ready(), options, clock)  # type: ignore[arg-type]
+        groups = [CHUNK_TOKENS] * (1 + len(scene.windows))
+        windows = (0, *scene.windows)
+        manager = TieringManager("played", primary, slots, groups, _Ready(), options, clock, windows=windows)  # type: ignore[arg-type]
         for slot in slots:
             slot.rate.prior = CHUNK_BYTES / PRIOR_BYTES_PER_SECOND  # the rows here are small
         return manager
 
-    @staticmethod
-    def _request(number: int, arrival: Arrival, tiers: Sequence[_PlayedTier]) -> _Request:
-        keys = [
-            make_offload_key(f"{number:08}-{place:08}".encode(), 0) for place in range(arrival.tokens // CHUNK_TOKENS)
-        ]
+    def _request(self, number: int, arrival: Arrival, tiers: Sequence[_PlayedTier]) -> _Request:
+        places = range(arrival.tokens // CHUNK_TOKENS)
+        hashes = [f"{number:08}-{place:08}".encode() for place in places]
+        keys = [[make_offload_key(one, group) for one in hashes] for group in range(1 + len(self.scene.windows))]
         for tier, known in zip(tiers, arrival.known, strict=False):
-            tier.there.update(keys[: known // CHUNK_TOKENS])
+            end = known // CHUNK_TOKENS
+            tier.there.update(keys[0][:end])
+            for window, of_group in zip(self.scene.windows, keys[1:], strict=True):
+                tier.there.update(of_group[max(0, end - window) : end])
         return _Request(number, arrival, keys, RequestContext(f"r{number}"))
 
-    @staticmethod
-    def _begin(manager: TieringManager, request: _Request) -> bool:
+    def _begin(self, manager: TieringManager, request: _Request) -> bool:
         """Look a request up; False: it waits."""
-        hits = manager.lookup_prefix(request.keys, request.context) if request.keys else None
-        if hits is not None and (hits.pending or hits.unresolved):
+        found = self._found(manager, request) if request.keys[0] else 0
+        if found is None:
             return False
-        if hits is not None and hits.ready:
-            plan = manager.prepare_load(request.keys[: hits.ready], request.context)
+        if found:
+            wanted = request.keys[0][:found]
+            for window, keys in zip(self.scene.windows, request.keys[1:], strict=True):
+                wanted = wanted + keys[max(0, found - window) : found]
+            plan = manager.prepare_load(wanted, request.context)
             assert plan is not None
             manager.complete_load(plan)
-            request.loaded = hits.ready * CHUNK_TOKENS
+            request.loaded = found * CHUNK_TOKENS
         request.left = max(1, request.arrival.tokens - request.loaded)
         request.is_begun = True
         return True
+
+    def _found(self, manager: TieringManager, request: _Request) -> int | None:
+        """Return how many chunks of a prompt can be loaded; None: it is not known yet, or they are on their way."""
+        hits = manager.lookup_prefix(request.keys[0], request.context)
+        end, waits = hits.chunks, bool(hits.pending or hits.unresolved)
+        for window, keys in zip(self.scene.windows, request.keys[1:], strict=True):
+            while end:
+                some = manager.lookup_window(keys[max(0, end - window) : end], request.context)
+                if some.unresolved:
+                    return None
+                if some.chunks == min(window, end):
+                    waits = waits or some.pending > 0
+                    break
+                end = max(0, end - window) + some.chunks
+        return None if waits and (end or hits.unresolved) else end
 
 
 def play(scene: Scene, way: str) -> Outcome:

@@ -3,6 +3,7 @@
 import pytest
 
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.load_or_recompute import LATE, LOOKUP
 from kvtiers.types import RequestContext
 
 from .harness import MISS, PENDING, RETRY, Bench, chain
@@ -40,6 +41,28 @@ def test_an_answer_may_take_a_share_of_what_computing_the_prompt_takes(tokens, l
     ready, seconds = waited(bench, KEYS, ctx)
     assert ready == 0
     assert seconds == pytest.approx(longest, abs=0.006)
+
+
+@pytest.mark.parametrize(("silent", "share"), [("answers", LOOKUP), ("loads", LATE)])
+def test_after_hits_alone_a_silent_tier_is_waited_for_by_what_computing_takes_and_not_by_what_tail_steps_take(
+    silent, share
+):
+    """8k tokens at 18.7 us: 23 and 169 ms; by the 44 ms of a step with 16 tokens behind a hit 3.4 and 24.8 s."""
+    options = TieringOptions(
+        load_wait=None, prior_seconds_per_token=147e-6, estimated_seconds_per_token=18.7e-6, one_tier=0.9, all_tiers=0.9
+    )
+    bench = Bench(rows=2048, options=options, hold=True)
+    for _ in range(6):
+        bench.step(prefill_tokens=16, prefill_seconds=0.044)
+    tier, keys = bench.tier["a"], chain("long", 512)
+    tier.put(keys)
+    tier.answer = RETRY if silent == "answers" else None
+    bench.manager.on_new_request(ctx := RequestContext("long"), 8192)
+    bench.lookup(keys, ctx)
+    bench.step()
+    ready, seconds = waited(bench, keys, ctx, tick=0.001)
+    assert ready == 0
+    assert seconds == pytest.approx(share * 8192 * 18.7e-6, abs=0.003)
 
 
 def test_the_wait_for_an_answer_begins_when_the_question_was_sent_however_long_the_lookups_of_the_step_take():
