@@ -88,7 +88,7 @@ class TierMetrics(_Metrics):
     load_seconds: float = _figure("Seconds that loading chunks from the tier took.", 0.0)
     loads: int = _figure("Load jobs that have loaded at least one chunk.")
     computing_seconds: float = _figure("Seconds that computing the loaded tokens would have taken.", 0.0)
-    """Of their position, when they landed; not of those that landed before the engine had computed anything."""
+    """Of their position, when a request used them; not of those used before a step has shown it."""
     saved_seconds: float = _figure(
         "Seconds of computing less those of the loads instead; a slower load subtracts nothing.", 0.0
     )

@@ -23,16 +23,26 @@ two are compared again, with the rest of the load: the request is computed after
 least. It waits at most 1.1 times as long as computing would have taken when it began to wait. Where other loads have
 used up the tier's budget of rows, it waits for its turn by the same rule. For the tier's answer it waits 0.15 times as
 long as computing takes, or ``lookup_wait``, and 1.1 times while the tier loads for others: its hosts answer late then,
-and the request's own chunks would come after those anyway.
+and the request's own chunks would come after those anyway. That wait begins when the question has been sent.
+
+A prompt with windows or states can be used up to a place where its tier has them, or not at all. So it is decided as a
+whole, with the chunks of all KV groups, and once; while it waits it is computed after all if that, of all its tokens,
+is sooner.
+
+What holds of the sum of waiting and computing, for one request that has the engine to itself, beside the wait for an
+answer: at most 1.05 times computing, once the tier has brought something and as long as it keeps its speed. One that
+was not measured, or falls silent, is waited for 1.1 times as long as computing is taken to take, so that its first
+requests take 2.1 times as long: what is not known yet can be found out by waiting alone.
 
 **Not yet measured.** A tier that has loaded nothing yet is measured by its first load: the first request is loaded, and
 the bound above limits what that can cost it; the requests behind it are decided by a prior. While a first load is in
 flight, the tier counts as at least as slow as that load's time so far, so that later requests are computed. A tier that
-was too slow is tried again every 5 s, with 16 or 64 chunks in turn. Before the engine has computed anything, its speed
-is a prior too; for the load of a request that has the engine to itself it is the engine's own estimate, if there is
-one. A request waits at least ``lookup_wait`` then, and a load is not given up in its first moment, when several jobs
-run beside the first that lands. Where a tier has all prompts nothing would ever be computed, and the prior would stay:
-one request then has the last sixteenth of its tokens computed, unless the tier is as fast as the fastest GPU may be.
+was too slow is tried again every 5 s, with 16 or 64 chunks in turn, for which no request waits. Before the engine has
+computed anything, its speed is a prior too; for the load of a request that has the engine to itself it is the engine's
+own estimate, if there is one. A request waits at least ``lookup_wait`` then, and a load is not given up in its first
+moment, when several jobs run beside the first that lands. Where a tier has all prompts nothing would ever be computed,
+and the prior would stay: one request then has the last sixteenth of its tokens computed, unless the tier is as fast as
+the fastest GPU may be, or the prompt has windows or states.
 
 ``load_wait`` in seconds replaces all of this: what a tier has is loaded, and waited for so long.
 """
