@@ -237,14 +237,22 @@ class _TracedLookups(Lookups):
     def single(self, key: OffloadKey, state: RequestState) -> LookupResult:
         """Return where one chunk stands; all those of a group are one span, at the request's end."""
         found = super().single(key, state)
+        self._note_window([key], int(found is LookupResult.HIT), state)
+        return found
+
+    def window(self, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits:
+        """Return the leading run of a window that is present; all those of a group are one span."""
+        hits = super().window(keys, state)
+        self._note_window(keys[: hits.chunks + 1], 0 if hits.pending else hits.ready, state)
+        return hits
+
+    def _note_window(self, keys: Sequence[OffloadKey], found: int, state: RequestState) -> None:
         request = self.spans.of(state)
         if request is not None:
-            window = request.windows.setdefault(group_of(key), _Window())
+            window = request.windows.setdefault(group_of(keys[0]), _Window())
             window.ended = time.monotonic_ns()
-            window.asked.add(key)
-            if found is LookupResult.HIT:
-                window.found.add(key)
-        return found
+            window.asked.update(keys)
+            window.found.update(keys[:found])
 
 
 class _TracedPlans(Plans):
