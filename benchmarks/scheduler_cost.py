@@ -217,7 +217,7 @@ def lookup_seconds(
         hits = manager.lookup_prefix(keys, ctx)
         seconds.append(time.thread_time() - begin)
         unresolved = hits.unresolved
-        manager.on_schedule_end(prefill_tokens=1, prefill_seconds=SECONDS_PER_TOKEN)
+        manager.on_schedule_end(prefill_tokens=512, prefill_seconds=512 * SECONDS_PER_TOKEN)
     assert hits.chunks == expected, hits
     for tier in tiers:
         tier.hold = False

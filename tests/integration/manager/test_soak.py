@@ -41,7 +41,7 @@ class Soak:
             if self.advance(request):
                 self.requests.remove(request)
                 manager.on_request_finished(request.ctx)
-        manager.on_schedule_end(prefill_tokens=100, prefill_seconds=0.01)
+        manager.on_schedule_end(prefill_tokens=1000, prefill_seconds=0.1)
 
     def advance(self, request):
         """Do one thing for a request; True when it is over."""
