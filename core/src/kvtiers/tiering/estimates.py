@@ -29,7 +29,8 @@ high. The decision whether to load takes all tokens to cost the same.
 Before the first such step a prior stands: an engine that makes so much KV a second. GPUs make 1 GB/s (a small one) to
 7 GB/s (an H100 with a model of 1 billion parameters; 4 GB/s with one of 8 billion: 128 KiB a token in 30 us). The prior
 is the low end: it takes computing to be dear, so that the first request that hits in a tier is loaded. An engine may
-        self.seconds_per_token = min(max(prior, estimate), _MOST_PRIOR * estimate) if estimate else prior
+give an ``estimate`` of its own, as vLLM's integration makes one of the model's operations and the GPU's peak. Where it
+is dearer than the prior, as on a CPU, it is the prior; otherwise the prior is no more than three times that.
 
 **Load rate** (``LoadRate``): seconds to a tier's first chunk, and seconds a chunk from then on.
 

@@ -506,7 +506,7 @@ def test_what_a_session_may_have_left_in_vllms_own_cache_is_stored_for_no_other_
         book.show(prepared(request_id, resumable=resumable))
         request = book.open(request_id, None)
         if local:
-            book.has_local_prefix(request_id)
+            book.has_local_prefix(request_id, 16)
         return request.keys is not None
 
     assert opens("before")
