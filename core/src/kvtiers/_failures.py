@@ -3,17 +3,71 @@
 Plugins and their client libraries may raise anything. ``plugin_boundary`` marks where that ends; ``logged_boundary``
 where a bug of our own may be the cause, so that the traceback is wanted. ``TierSlot`` alone catches by hand: an
 engine's step makes a dozen of its calls.
+
+A plugin's call may also fork, and its child return from it: that child would go on with a copy of our queues, in
+memory without our rows. It ends where the call ends (``same_process``).
 """
 
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
-__all__ = ["CallThread", "error_message", "error_text", "log_with_backoff", "logged_boundary", "plugin_boundary"]
+__all__ = [
+    "CallThread", "end_forked_child", "error_message", "error_text", "forks", "log_with_backoff", "logged_boundary",
+    "plugin_boundary", "same_process",
+]  # fmt: skip
 
 _LONGEST_ERROR = 1_000
+_FORKED_STATUS = 70
+
+
+class _Forks:
+    """How many forks lie between this process and the one that was started as a program: what a step can afford to ask.
+
+    A system call for the process's id takes up to half a microsecond. Forks of libraries in C are not counted.
+    """
+
+    count = 0
+
+    @classmethod
+    def _add(cls) -> None:
+        cls.count += 1
+
+
+forks = _Forks
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forks._add)  # noqa: SLF001 -- its own module
+
+
+def end_forked_child() -> NoReturn:
+    """End this process, which a plugin's call has forked and in which that call has ended: nothing of ours is its."""
+    text = (
+        f"kvtiers: {threading.current_thread().name}: a plugin's call has forked, and its child {os.getpid()} has "
+        "come back from the call: the child ends here. A plugin must not fork without exec\n"
+    )
+    with contextlib.suppress(OSError):  # without a standard error
+        os.write(2, text.encode(errors="replace"))
+    os._exit(_FORKED_STATUS)
+
+
+class same_process:  # noqa: N801 -- reads as a keyword, like contextlib.suppress
+    """Run a plugin's code in a ``with`` block; a child that is forked in it and comes to its end is ended there."""
+
+    __slots__ = ("_process",)
+
+    def __enter__(self) -> Self:
+        self._process = os.getpid()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if os.getpid() != self._process:
+            end_forked_child()
 
 
 def error_text(error: BaseException) -> str:
@@ -30,7 +84,7 @@ def error_message(error: BaseException) -> str:
         return ""
 
 
-class plugin_boundary:  # noqa: N801 -- reads as a keyword, like contextlib.suppress
+class plugin_boundary:  # noqa: N801 -- as above
     """Run a plugin's code in a ``with`` block; what it raises ends the block and goes no further.
 
     ``error`` is then a line of text, "" if nothing was raised. The exception itself is not kept: its traceback holds
@@ -39,7 +93,7 @@ class plugin_boundary:  # noqa: N801 -- reads as a keyword, like contextlib.supp
     result.
     """
 
-    __slots__ = ("_ended", "_passing", "error")
+    __slots__ = ("_ended", "_passing", "_process", "error")
 
     def __init__(self, *passing: type[BaseException], exits: bool = False) -> None:
         self._passing = passing
@@ -47,11 +101,14 @@ class plugin_boundary:  # noqa: N801 -- reads as a keyword, like contextlib.supp
         self.error = ""
 
     def __enter__(self) -> Self:
+        self._process = os.getpid()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        if os.getpid() != self._process:  # as in ``same_process``
+            end_forked_child()
         if error is None or isinstance(error, self._passing) or not isinstance(error, self._ended):
             return False
         self.error = error_text(error)
@@ -92,7 +149,8 @@ class CallThread(threading.Thread):
     def run(self) -> None:
         """Make the call."""
         try:
-            self._call()
+            with same_process():
+                self._call()
         except BaseException as error:  # noqa: BLE001 -- raised again, on the other thread
             self._errors.append(error)
 

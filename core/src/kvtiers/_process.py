@@ -8,6 +8,8 @@ child       ``die_with_parent``, before it loads anything else: loading takes a 
 A child that is tied ends with its parent, by ``kill -9`` too. The kernel's signal follows the *thread* that spawned it:
 that thread has to live as long as the child is to. Until a child has been reaped no other process gets its id, so that
 a signal cannot reach a wrong one.
+
+What such a child starts in turn is in its process group, and is killed when it has ended (``kill_group``).
 """
 
 import contextlib
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     import subprocess
 
 __all__ = [
-    "die_with_parent", "end", "hold_standard_descriptors", "kill_unreaped", "spawn", "spawn_bare", "wait_unreaped",
+    "die_with_parent", "end", "hold_standard_descriptors", "kill_group", "kill_unreaped", "spawn", "spawn_bare",
+    "wait_unreaped",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -152,6 +155,13 @@ def kill_unreaped(process: "subprocess.Popen[bytes]") -> bool:
     except (ChildProcessError, ProcessLookupError):  # other code in this process has reaped it
         return False
     return True
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill what is left of the process group of a process that leads one, and that has ended but is not reaped yet."""
+    with contextlib.suppress(OSError):  # other code in this process has reaped it
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:

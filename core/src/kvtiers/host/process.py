@@ -7,12 +7,18 @@ It maps the engine's region, opens the stores that the HELLO names, and moves va
     writer thread   sends events, log lines and figures to the engine
 
 It dies with its engine: by the parent-death signal (``kvtiers._process``), and at the latest by EOF of the socket.
+
+A store may start programs, and must not fork without exec. A child that is forked all the same has none of the host's
+descriptors and no access to the rows, and ends where the call ends that forked it (``_failures.same_process``).
 """
 
 import contextlib
+import faulthandler
+import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +45,7 @@ from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.region.claims import ClaimTable
-from kvtiers.region.memfd import Mapping, map_memory
+from kvtiers.region.memfd import Mapping, detach_in_children, map_memory
 
 __all__ = ["TierHost"]
 
@@ -62,6 +68,22 @@ class TierHost:
         self._pools: list[TransferPool] = []
         self._reported: dict[int, dict[str, float]] = {}
         self._writer = HostSender(self._connection, self._figures, self._check_kept, give_back)
+        self._lifeline = _lifeline()
+        detach_in_children(self)
+
+    def detach(self) -> None:
+        """Close the descriptors, in a forked child: the engine would hear it, or wait for its end."""
+        text = (
+            f"kvtiers: {threading.current_thread().name}: a tier's store has forked; the child {os.getpid()} must "
+            "exec, or end: it has no access to the buffers of the call\n"
+        )
+        with contextlib.suppress(OSError):  # without a standard error
+            os.write(2, text.encode(errors="replace"))
+        faulthandler.disable()  # the stack of one that touches them would read as the host's own fault
+        self._connection.close()
+        for fd in (self._region_fd, self._lifeline):
+            if fd >= 0:
+                os.close(fd)
 
     def run(self) -> None:
         """Serve until the engine sends CLOSE, or its process has ended."""
@@ -124,9 +146,11 @@ class TierHost:
         _use_processors(hello["cpus"])
         region = hello["region"]
         nbytes, mapped, claims = region["nbytes"], region["map_bytes"], region.get("claims")
-        self._mapping = map_memory(self._region_fd, mapped, mapped, core_dumps=region.get("core_dumps", False))
+        core_dumps = region.get("core_dumps", False)
+        self._mapping = map_memory(self._region_fd, mapped, mapped, core_dumps=core_dumps, for_children=False)
         if not claims:  # else it stays: a claim's lock ends with the descriptor
             os.close(self._region_fd)
+            self._region_fd = -1
         memory = self._mapping.view[:nbytes]
         nice = min((tier["options"]["nice"] for tier in hello["tiers"]), default=0)
         _give_way(nice)
@@ -145,7 +169,7 @@ class TierHost:
         mapping = self._mapping
         if fd is not None:
             os.set_inheritable(fd, False)
-            mapping = self._callers_mapping = map_memory(fd, at + nbytes, at + nbytes)
+            mapping = self._callers_mapping = map_memory(fd, at + nbytes, at + nbytes, for_children=False)
             os.close(fd)
         return mapping.view[at : at + nbytes]
 
@@ -227,6 +251,21 @@ class TierHost:
                 closer.join(seconds + _LAST_WORDS_SECONDS)
         self._writer.close(_LAST_WORDS_SECONDS)
         os._exit(0)  # a thread that hangs in a store must not hold the process
+
+
+def _lifeline() -> int:
+    """Return the one open end of a pipe: when this process ends, however it does, its process group is killed.
+
+    By the kernel, as long as a child has the other end that was forked and has not called exec. Those that have are
+    killed by the engine, if it lives. -1 in a group that this process does not lead.
+    """
+    if os.getpgrp() != os.getpid():
+        return -1
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(reading, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC)
+    return writing
 
 
 def _opener(type_name: str, options: dict[str, Any], context: TierContext) -> Callable[[], ChunkStore]:

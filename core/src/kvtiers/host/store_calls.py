@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from kvtiers._failures import error_message, error_text, plugin_boundary
+from kvtiers._failures import error_message, error_text, plugin_boundary, same_process
 from kvtiers.api import (
     ChunkStore,
     RateLimit,
@@ -304,7 +304,8 @@ class Attempts:
         ident = threading.get_ident()
         self._running[ident] = self._clock()
         try:
-            return call()
+            with same_process():  # a child that came back with an error would be tried again
+                return call()
         finally:
             self._running.pop(ident, None)
 

@@ -81,7 +81,8 @@ def detach_in_children(holder: _Holder) -> None:
 
 def _detach_all() -> None:
     for holder in list(_holders):
-        holder.detach()
+        with contextlib.suppress(OSError):  # what one of them cannot close must not stay open in the others
+            holder.detach()
 
 
 def require_linux() -> None:
@@ -121,16 +122,21 @@ class Mapping:
 
     ``view``: the first ``view_bytes`` of it, flat, writable, format "B". The memory is unmapped when the last
     object that was made from the view is gone, never before. No forked child has a memfd's mapping, however it was
-    forked. The memory is in no core file unless ``core_dumps``: prompts can be recovered from it.
+    forked. The memory is in no core file unless ``core_dumps``: prompts can be recovered from it. ``for_children``:
+    buffers made from it stay usable in a forked child, where they are empty; else touching them there is a fault, since
+    a store that is given zeros for a value's bytes would write them.
     """
 
-    def __init__(self, fd: int, nbytes: int, view_bytes: int, *, core_dumps: bool = False) -> None:
+    def __init__(
+        self, fd: int, nbytes: int, view_bytes: int, *, core_dumps: bool = False, for_children: bool = True
+    ) -> None:
         self.address = _map_shared(fd, nbytes) if fd >= 0 else _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.nbytes = nbytes
         if not core_dumps:
             _libc.madvise(self.address, nbytes, _MADV_DONTDUMP)
         self._in_children = fd < 0 or _libc.madvise(self.address, nbytes, _MADV_DONTFORK) != 0
         self._is_private = fd < 0
+        self._childrens_access = _READ_WRITE if for_children else _PROT_NONE
         exporter = (ctypes.c_ubyte * nbytes).from_address(self.address)
         # Not at exit: other threads, and a GPU, may still be using the memory while the interpreter goes down.
         weakref.finalize(exporter, _libc.munmap, self.address, nbytes).atexit = False
@@ -152,13 +158,13 @@ class Mapping:
         return self._exporter() is None
 
     def detach(self) -> None:
-        """Replace this mapping by private, empty memory, in a forked child: buffers made from it stay usable there."""
+        """Replace this mapping by private memory, in a forked child: empty, or without access (``for_children``)."""
         if self._exporter() is None or self._is_private:
             return
         if self._in_children:  # the kernel does not support the advice
-            _map_private(self.address, self.nbytes, _MAP_FIXED)
+            _map_private(self.address, self.nbytes, _MAP_FIXED, self._childrens_access)
         else:
-            _fill_hole(self.address, self.nbytes)
+            _fill_hole(self.address, self.nbytes, self._childrens_access)
         self._is_private = True  # a child of the child inherits it like any other memory
 
 
@@ -190,30 +196,36 @@ def _map_shared(fd: int, nbytes: int) -> int:
     return place
 
 
-def _map_private(address: int, nbytes: int, how: int) -> bool:
+def _map_private(address: int, nbytes: int, how: int, access: int) -> bool:
     """Map empty memory at this address; False if it is not there then."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | how
-    found = _libc.mmap(address, nbytes, _READ_WRITE, flags, -1, 0)
+    found = _libc.mmap(address, nbytes, access, flags, -1, 0)
     if found not in {address, _MAP_FAILED}:  # a kernel before 4.17 takes the address as a hint
         _libc.munmap(found, nbytes)
     return bool(found == address)
 
 
-def _fill_hole(address: int, nbytes: int) -> None:
+def _fill_hole(address: int, nbytes: int, access: int) -> None:
     """Map empty memory where nothing is mapped: the child may have been given some of these addresses already."""
-    if _map_private(address, nbytes, _MAP_FIXED_NOREPLACE) or nbytes <= _LEAST_FILLED:
+    if _map_private(address, nbytes, _MAP_FIXED_NOREPLACE, access) or nbytes <= _LEAST_FILLED:
         return
     half = nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
-    _fill_hole(address, half)
-    _fill_hole(address + half, nbytes - half)
+    _fill_hole(address, half, access)
+    _fill_hole(address + half, nbytes - half, access)
 
 
 def map_memory(
-    fd: int, nbytes: int, view_bytes: int, huge_pages: HugePages = "off", *, core_dumps: bool = False
+    fd: int,
+    nbytes: int,
+    view_bytes: int,
+    huge_pages: HugePages = "off",
+    *,
+    core_dumps: bool = False,
+    for_children: bool = True,
 ) -> Mapping:
     """Map a memfd (-1: memory of its own); StartError in one line if the memory, or the huge pages, are not there."""
     try:
-        return Mapping(fd, nbytes, view_bytes, core_dumps=core_dumps)
+        return Mapping(fd, nbytes, view_bytes, core_dumps=core_dumps, for_children=for_children)
     except OSError as error:
         if huge_pages == "off" or error.errno != errno.ENOMEM:
             raise StartError(f"cannot map {nbytes} bytes of the region: {error}") from None

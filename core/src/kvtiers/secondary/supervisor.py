@@ -10,6 +10,7 @@ waiter (1 a life)  waits in the kernel until the process has ended, without reap
 =================  ==========================================================================================
 
 No thread polls, so an idle engine is not woken. A *life* is one process of a host, from its fork until it is reaped.
+What the host's stores have started is in its process group, and is killed when the host has ended.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtiers._failures import error_text
-from kvtiers._process import kill_unreaped, spawn, wait_unreaped
+from kvtiers._process import kill_group, kill_unreaped, spawn, wait_unreaped
 
 if TYPE_CHECKING:
     import subprocess
@@ -210,7 +211,8 @@ class HostLauncher:
     def _fork(self, host: HostProcess, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         descriptors = (theirs.fileno(), self._region_fd)
         arguments = [str(fd) for fd in descriptors]
-        # A group of its own: a host that is stopped while it starts must end with the engine (host/__main__.py).
+        # A group of its own: a host that is stopped while it starts must end with the engine (host/__main__.py), and
+        # what its stores have started must end with it.
         passed = (*descriptors, *self._more_fds)
         return spawn("kvtiers.host.__main__", arguments, name=host.name, pass_fds=passed, process_group=0)
 
@@ -219,6 +221,7 @@ class HostLauncher:
         self._requests.put(lambda: self._reap(host, life))
 
     def _reap(self, host: HostProcess, life: HostLife) -> None:
+        kill_group(life.process)
         status = life.process.wait()
         host.life = None
         self._back_off(host, time.monotonic() - life.started)

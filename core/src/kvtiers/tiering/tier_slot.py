@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from kvtiers._failures import error_text, log_with_backoff
+from kvtiers._failures import end_forked_child, error_text, forks, log_with_backoff
 from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.api.config import Admission
 from kvtiers.metrics import TierMetrics
@@ -169,10 +169,14 @@ class TierSlot:
         """Return the tier's new events; none of a retired one. What comes before an exception is kept."""
         events: list[TierEvent] = []
         if not self.retired:
+            before = forks.count
             try:  # not by _take: every step comes by here, with nothing to take
                 events.extend(self._poll())
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
+            finally:
+                if forks.count != before:
+                    end_forked_child()
         return events
 
     def abandon(self, job_id: int) -> None:
@@ -204,10 +208,14 @@ class TierSlot:
     def end_step(self) -> None:
         """Notify the tier that the step is over."""
         if not self.retired:
+            before = forks.count
             try:  # not by _do, as in ``poll``
                 self.tier.on_schedule_end()
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
+            finally:
+                if forks.count != before:
+                    end_forked_child()
 
     def tend(self, now: float) -> None:
         """Look after the tier while no step comes; between any two other calls, from any thread."""
@@ -244,11 +252,15 @@ class TierSlot:
 
     def own_stats(self, read: Callable[[str], dict[str, float]]) -> dict[str, float]:
         """Return the tier's own figures, read by its name."""
+        before = forks.count
         try:
             return read(self.name)
         except Exception:  # noqa: BLE001 -- see _do
             self._count_raised()
             return {}
+        finally:
+            if forks.count != before:
+                end_forked_child()
 
     def retire(self, reason: str) -> None:
         """Put a tier that breaks the contract out of use, for good."""
@@ -288,36 +300,49 @@ class TierSlot:
         self._trials += 1
         return _TRIALS[(self._trials - 1) % len(_TRIALS)]
 
-    # The engine's step makes a dozen of these calls: no layer more than these.
+    # The engine's step makes a dozen of these calls: no layer more than these. A child that a tier forks in one of them
+    # ends with the call, as in ``same_process``: it would go on as a second engine.
 
     def _do(self, call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
         """Make a call; False if it raised, or if the tier is retired and was not called."""
         if self.retired:
             return False
+        before = forks.count
         try:
             call(*args, **kwargs)
         except Exception:  # noqa: BLE001 -- what plugin_boundary is, without its two calls
             self._count_raised()
             return False
+        finally:
+            if forks.count != before:
+                end_forked_child()
         return True
 
     def _is_yes(self, call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
         if self.retired:
             return False
+        before = forks.count
         try:
             return bool(call(*args, **kwargs))
         except Exception:  # noqa: BLE001 -- see _do
             self._count_raised()
             return False
+        finally:
+            if forks.count != before:
+                end_forked_child()
 
     def _take(self, call: Callable[_P, Iterable[_T] | None], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
         """Return what a call returns, as a list; what comes before an exception is kept."""
         taken: list[_T] = []
         if not self.retired:
+            before = forks.count
             try:
                 taken.extend(call(*args, **kwargs) or ())
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
+            finally:
+                if forks.count != before:
+                    end_forked_child()
         return taken
 
     def _count_raised(self) -> None:
