@@ -17,12 +17,13 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 __all__ = [
-    "CallThread", "end_forked_child", "error_message", "error_text", "forks", "log_with_backoff", "logged_boundary",
-    "plugin_boundary", "same_process",
+    "FORKED_STATUS", "CallThread", "end_forked_child", "error_message", "error_text", "forks", "log_with_backoff",
+    "logged_boundary", "plugin_boundary", "same_process",
 ]  # fmt: skip
 
 _LONGEST_ERROR = 1_000
-_FORKED_STATUS = 70
+FORKED_STATUS = 70
+"""The exit status of a forked child that has come back from a plugin's call."""
 
 
 class _Forks:
@@ -51,7 +52,7 @@ def end_forked_child() -> NoReturn:
     )
     with contextlib.suppress(OSError):  # without a standard error
         os.write(2, text.encode(errors="replace"))
-    os._exit(_FORKED_STATUS)
+    os._exit(FORKED_STATUS)
 
 
 class same_process:  # noqa: N801 -- reads as a keyword, like contextlib.suppress

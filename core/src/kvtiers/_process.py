@@ -24,10 +24,11 @@ from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     import subprocess
+    import threading
 
 __all__ = [
-    "die_with_parent", "end", "hold_standard_descriptors", "kill_group", "kill_unreaped", "spawn", "spawn_bare",
-    "wait_unreaped",
+    "die_with_parent", "end", "end_group_with", "hold_standard_descriptors", "kill_group", "kill_unreaped", "spawn",
+    "spawn_bare", "wait_unreaped",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -162,6 +163,22 @@ def kill_group(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(OSError):  # other code in this process has reaped it
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_group_with(process: "subprocess.Popen[bytes]") -> "threading.Thread":
+    """Start a thread that ends when the process has, and what was left of the group that it leads; return it.
+
+    Pipes that the process has inherited reach their end then, whatever it started. It is still to be reaped.
+    """
+    import threading
+
+    def wait() -> None:
+        wait_unreaped(process)
+        kill_group(process)
+
+    thread = threading.Thread(target=wait, name="kvtiers-group", daemon=True)
+    thread.start()
+    return thread
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:

@@ -6,6 +6,7 @@ Not collected by itself: ``test_broken_stores.py`` runs pytest on this file and 
 import ctypes
 import math
 import os
+import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -437,6 +438,18 @@ class HangsUnderLoad(Memory):
         self.threads.add(threading.get_ident())
         if len(self.threads) > 16:
             self.never.wait()
+        super().write(name, src)
+
+
+@caught_by("test_close_ends_all_child_processes")
+class LeavesAProcess(Folder):
+    """As one that starts a program to compress with, which inherits what it can."""
+
+    child = None
+
+    def write(self, name, src):
+        if self.child is None:
+            self.child = subprocess.Popen(["sleep", "30"], close_fds=False)
         super().write(name, src)
 
 

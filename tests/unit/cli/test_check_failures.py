@@ -3,6 +3,9 @@
 # ruff: noqa: E501 -- a row of these tables is a mistake and its line, side by side
 
 import json
+import re
+import time
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +91,58 @@ def test_a_tier_that_ends_crashes_or_raises_anything_is_one_error(run, config, s
     (line,) = errors(result)
     assert said in line
     assert ". Fix: " in line
+
+
+WRITES = "\n    super().write(name, src)"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "os.fork()",
+        "pid = os.fork()\n    if not pid:\n        time.sleep(600)",
+        "pid = os.fork()\n    if not pid:\n        raise SystemExit",
+        "subprocess.Popen(['sleep', '600'], close_fds=False)",
+    ],
+)
+def test_a_child_process_that_a_call_leaves_is_named_and_ended_and_nothing_is_said_twice(run, config, store, how):
+    body = f"def write(self, name, src):\n    import os, subprocess, time\n    {how}{WRITES}"
+    result = run("check", config(f"{{type: {store(body)}}}"))
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if "child process" in line]
+    found = re.search(r"Mine.write left a child process \((\d+)\), which close did not end", line)
+    assert found
+    assert result.stdout.count("wrote, read back, compared and deleted") == 1
+    until = time.monotonic() + 30
+    while Path(f"/proc/{found[1]}/exe").exists():  # none of a zombie's
+        assert time.monotonic() < until, "the child outlives the check"
+        time.sleep(0.01)
+
+
+def test_threads_that_a_store_leaves_are_counted(run, config, store):
+    body = (
+        "def write(self, name, src):\n    import threading, time\n"
+        f"    threading.Thread(target=time.sleep, args=(60,), name='mine', daemon=True).start(){WRITES}"
+    )
+    result = run("check", config(f"{{type: {store(body)}}}"))
+    assert result.exit_code == 0, result.output
+    assert "after close, Mine still runs 1 threads: mine" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "fix"),
+    [
+        ("def read_into(self, name, dst): raise SystemExit(0)", "this is a bug of the tier's plugin"),
+        ("def read_into(self, name, dst): raise ValueError('odd')", "if it is not what the backend said, this is a bug of"),
+        ("def read_into(self, name, dst): raise OSError('odd')", "check the tier's options, and that its backend runs"),
+        ("transient_errors = (LookupError,)\ndef read_into(self, name, dst): raise KeyError('odd')", "check the tier's opt"),
+        ("def read_many_into(self, names, dsts): return []", "this is a bug of the tier's plugin"),
+    ],
+)  # fmt: skip
+def test_what_a_store_may_not_raise_is_its_plugin_s_bug_and_what_it_may_is_its_backend_s(run, config, store, body, fix):
+    result = run("check", config(f"{{type: {store(ABILITIES + body)}}}"))
+    (line,) = errors(result)
+    assert f". Fix: {fix}" in line
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvtiers._child_watch import came_back, children
 from kvtiers._failures import plugin_boundary
 from kvtiers.testing.running import call_within
 
@@ -29,6 +30,7 @@ def require_backend(tests: type[Any], steps: Iterable[Step]) -> None:
 
 
 def _trouble(steps: Iterable[Step], patience: float) -> str:
+    before = children()
     for name, call, is_reported in steps:
         where = ""
         with plugin_boundary(KeyboardInterrupt, exits=True) as trying:
@@ -37,4 +39,9 @@ def _trouble(steps: Iterable[Step], patience: float) -> str:
             return f"{name} raised {trying.error}; is the backend there, and are its options right?"
         if where:
             return f"{name} did not return within {patience:g} s (the tests' 'patience'){where}"
+        if forked := came_back(children() - before):
+            # Each test would go on twice, in two processes on one store.
+            return (
+                f"{name} forked, and its child ({forked}) came back from the call; a store must not fork without exec"
+            )
     return ""

@@ -7,13 +7,14 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from threading import Timer
 
-from kvtiers._process import die_with_parent, spawn
+from kvtiers._process import die_with_parent, end_group_with, kill_unreaped, spawn
 from kvtiers.api import ChunkStore
 from kvtiers.testing.guarded import GuardedMemory, version
 
@@ -34,10 +35,23 @@ def kill_while_writing(
             "a persistent store is also opened by a process that gets killed, so what the fixture open_store returns "
             f"must survive pickling (functools.partial of a class that can be imported, not a lambda): {error}"
         ) from None
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with spawn("kvtiers.testing.killed_writer", [], name="kvtiers-killed-writer", pass_fds=[], **pipes) as child:
-        assert child.stdin and child.stdout and child.stderr
-        watch = Timer(patience, child.kill)  # a store that hangs ends the wait for its next line
+    name = "kvtiers.testing.killed_writer"
+    with (
+        tempfile.TemporaryFile() as printed,  # no pipe, which a process that the store has started would hold open
+        spawn(
+            name,
+            [],
+            name="kvtiers-killed-writer",
+            pass_fds=[],
+            process_group=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=printed,
+        ) as child,
+    ):
+        assert child.stdin and child.stdout
+        group = end_group_with(child)
+        watch = Timer(patience, kill_unreaped, (child,))  # a store that hangs ends the wait for its next line
         watch.start()
         try:
             with suppress(BrokenPipeError):  # it ended early: the missing lines say so
@@ -45,12 +59,13 @@ def kill_while_writing(
                 child.stdin.close()
             begun = [time.monotonic() for _ in range(_WRITES_BEFORE) if child.stdout.readline()]
             if len(begun) == _WRITES_BEFORE:
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(part * (begun[-1] - begun[0]) / (len(begun) - 1))
+                group.join(part * (begun[-1] - begun[0]) / (len(begun) - 1))
         finally:
             watch.cancel()
-            child.kill()
-        said = child.stderr.read().decode(errors="replace").strip()
+            kill_unreaped(child)
+            group.join(patience)
+        printed.seek(0)
+        said = printed.read().decode(errors="replace").strip()
     assert len(begun) == _WRITES_BEFORE, (
         f"the process that should write until it is killed made {len(begun)} writes of {_WRITES_BEFORE} and ended, "
         f"or hung for {patience:g} s: {said[-2000:] or 'it said nothing'}"

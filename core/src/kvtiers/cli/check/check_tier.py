@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
-from kvtiers._process import end, spawn
+from kvtiers._process import end, end_group_with, kill_unreaped, spawn
 from kvtiers.api import Finding, TierConfig
 from kvtiers.api.config import dump_resolved
 from kvtiers.api.units import format_duration
@@ -50,10 +50,12 @@ class Trial:
             stdin=subprocess.PIPE,
             stdout=self._printed,
             stderr=self._printed,
+            process_group=0,  # what its tier leaves behind ends with it
         )
         os.close(send)
         self._reader = threading.Thread(target=self._read, args=(receive,), name=f"check {self.name}", daemon=True)
         self._reader.start()
+        self._ended = end_group_with(self._process)
         assert self._process.stdin
         with contextlib.suppress(OSError):  # it has ended already, which ``wait`` says
             # By a pipe, since secrets are among the options.
@@ -62,13 +64,11 @@ class Trial:
 
     def wait(self, until: float, timeout: float) -> None:
         """Wait until the trial has ended, until ``until`` by the monotonic clock at most; how it ended is a finding."""
-        self._reader.join(max(0.0, until - time.monotonic()))
-        hangs = self._reader.is_alive()
-        if not hangs and not self._done:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_SECONDS)  # the pipe is shut just before the end, whose status is reported
+        # Not until the end of the pipe: a process that the tier has started may have its other end.
+        self._ended.join(max(0.0, until - time.monotonic()))
+        hangs = self._ended.is_alive()
         self.end()
-        self._reader.join()
+        self._reader.join(_LAST_SECONDS)
         words = self._last_words()
         if self._done:
             return
@@ -80,8 +80,9 @@ class Trial:
             self._add(Finding("error", text, OWN_FAULT))
 
     def end(self) -> None:
-        """Kill the process, unless it has ended."""
-        self._process.kill()
+        """Kill the process, unless it has ended, with all that it has started."""
+        kill_unreaped(self._process)
+        self._ended.join(_LAST_SECONDS)
         end(self._process, _LAST_SECONDS)
 
     def _how_it_ended(self) -> str:

@@ -8,10 +8,13 @@ import faulthandler
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from kvtiers._failures import error_message
+from kvtiers._child_watch import ChildWatch
+from kvtiers._failures import end_forked_child, error_message
 from kvtiers._process import die_with_parent
 from kvtiers.api import (
     ChunkStore,
@@ -20,6 +23,7 @@ from kvtiers.api import (
     Finding,
     KvtiersError,
     SecondaryTierManager,
+    StoreContractError,
     SupportsDiagnosis,
     TierConfig,
     TierPluginError,
@@ -35,6 +39,9 @@ from kvtiers.plugins import load_tier
 __all__ = ["main", "run_trial"]
 
 _DRAIN_SECONDS = 5.0
+_LEFT_SECONDS = 1.0
+_NAMED = 5
+_UNEXPECTED = f"if it is not what the backend said, {OWN_FAULT}"
 _LONGEST_TEXT = 1_000
 _LEVELS = ("ok", "warning", "error")
 _T = TypeVar("_T")
@@ -65,10 +72,19 @@ class _TrialRun:
 
     def __init__(self, task: Mapping[str, Any], report: Callable[[dict[str, Any]], object]) -> None:
         self._task = task
-        self._report = report
+        self._bound = report
+        self._process = os.getpid()
+        self._tier: ChunkStore | SecondaryTierManager | None = None
+
+    def _report(self, message: dict[str, Any]) -> None:
+        """Report, in the process that was started: a child that a tier has forked ends here."""
+        if os.getpid() != self._process:
+            end_forked_child()
+        self._bound(message)
 
     def run(self) -> None:
         """Run the trial; report every failure."""
+        threads, watch = set(threading.enumerate()), ChildWatch()
         self._bench: Bench | None = None
         config = self._attempt(self._config)
         if config is None:
@@ -85,6 +101,7 @@ class _TrialRun:
         )
         if tier is None:
             return
+        self._tier = tier
         if isinstance(tier, SecondaryTierManager):
             self._attempt(lambda: self._take(probe_manager(tier, bench)))
         else:
@@ -96,7 +113,8 @@ class _TrialRun:
             self._attempt(lambda: self._take(_diagnosis(tier, bench.value_bytes)))
         if not bench.is_still_called:
             bench.stage = "being closed"
-            self._attempt(lambda: _close(tier))
+            if self._attempt(lambda: _close(tier)):
+                self._take(_left_behind(tier, threads, watch))
 
     def _config(self) -> TierConfig:
         return load_resolved(load_tier(self._task["type"]).config, self._task["options"])
@@ -129,8 +147,15 @@ class _TrialRun:
             self._take(Finding("error", problem, "correct the tier's options") for problem in error.problems)
         except BaseException as error:  # noqa: BLE001 -- whatever a tier raises is a line of the report
             stage = self._bench.stage if self._bench else stage
-            self._say(Finding("error", f"failed while {stage}: {in_words(error)}", REACH))
+            self._say(Finding("error", f"failed while {stage}: {in_words(error)}", self._fix(error)))
         return None
+
+    def _fix(self, error: BaseException) -> str:
+        """Return what is to be done about what a tier has raised: what it must not raise is a bug of its plugin."""
+        if isinstance(error, StoreContractError) or not isinstance(error, Exception):
+            return OWN_FAULT
+        expected = (KvtiersError, OSError, *getattr(self._tier, "transient_errors", ()))
+        return REACH if isinstance(error, expected) else _UNEXPECTED
 
 
 def in_words(error: BaseException) -> str:
@@ -156,7 +181,24 @@ def _diagnosis(tier: SupportsDiagnosis, value_bytes: int) -> list[Finding]:
     return findings
 
 
-def _close(tier: ChunkStore | SecondaryTierManager) -> None:
+def _close(tier: ChunkStore | SecondaryTierManager) -> bool:
     if isinstance(tier, SecondaryTierManager):
         tier.drain(_DRAIN_SECONDS)
     tier.close()
+    return True
+
+
+def _left_behind(
+    tier: ChunkStore | SecondaryTierManager, before: set[threading.Thread], watch: ChildWatch
+) -> Iterator[Finding]:
+    """Yield a warning for what is there after ``close``; only a warning, since a library may share what it starts."""
+    until = time.monotonic() + _LEFT_SECONDS
+    threads = [t for t in threading.enumerate() if t not in before and type(t).__name__ != "_DummyThread"]
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    kind = type(tier).__name__
+    if names := [thread.name for thread in threads if thread.is_alive()]:
+        text = f"after close, {kind} still runs {len(names)} threads: {', '.join(names[:_NAMED])}"
+        yield Finding("warning", text, f"unless a library shares them, {OWN_FAULT}")
+    for pid, starter in list(watch.left(tier, max(0.0, until - time.monotonic())).items())[:_NAMED]:
+        yield Finding("warning", f"{starter} left a child process ({pid}), which close did not end", OWN_FAULT)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvtiers._child_watch import ChildWatch, end_children
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, StoreFull, SupportsBatch, SupportsListing
 from kvtiers.testing.applies import applies_to
@@ -120,6 +121,15 @@ class LifeTests(StoreTestBase):
         store = self._open_use_close(stores, names, memory)
         left = threads_left_since(before)
         assert not left, f"after close, {type(store).__name__} still runs the threads {left}"
+
+    def test_close_ends_all_child_processes(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:
+        self._open_use_close(stores, names, memory)
+        watch = ChildWatch()
+        store = self._open_use_close(stores, names, memory)
+        left = watch.left(store, 5.0)
+        end_children(left)
+        lines = [f"{starter} left a child process ({pid})" for pid, starter in left.items()]
+        assert not left, f"after close: {'; '.join(lines)}"
 
     def test_close_closes_all_descriptors(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:
         self._open_use_close(stores, names, memory)
