@@ -140,7 +140,7 @@ def test_a_stranger_that_connects_in_a_loop_is_few_lines_and_keeps_no_rank_out(m
 
 def test_a_hello_larger_than_any_of_this_layout_is_refused_before_anything_is_made_of_it(machine):
     manager = machine.manager()
-    manager.do("made = []\nfrom_json = CacheLayout.from_json\nCacheLayout.from_json = lambda text: made.append(1)")
+    manager.do("made = []\nCacheLayout.differences_in = lambda self, document: made.append(1)")
     peer = machine.party()
     peer.do(
         "sock = socket.socket(socket.AF_UNIX)\n"
@@ -150,6 +150,39 @@ def test_a_hello_larger_than_any_of_this_layout_is_refused_before_anything_is_ma
     )
     assert "expected at most" in peer.do("next(MessageReader().feed(sock.recv(1000))).body.decode()")
     assert manager.do("made") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "world_size=10**9",
+        "world_size=10**9, tensors=[]",
+        "blocks_per_chunk=-1",
+        "groups=[{}] * 5000",
+        "tensors=[{'page_bytes': []}]",
+        "model=None",
+        "more=[[[[0]]]]",
+    ],
+)
+def test_a_hello_with_a_layout_that_no_rank_has_is_answered_at_once_and_keeps_no_rank_out(machine, change):
+    manager = machine.manager()
+    manager.do("import time\nclock = time.pthread_getcpuclockid(region._server._thread.ident)")
+    began = manager.do("time.clock_gettime(clock)")
+    peer = machine.party()
+    peer.do(
+        "import json\n"
+        f"hello = {{'rank': 0, 'layout': json.loads(layout().to_json()) | dict({change})}}\n"
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
+        "sock.settimeout(PATIENCE)\n"
+        "sock.sendall(encode_message(Kind.HELLO, json.dumps(hello | {'speaks': SPEAKS}).encode()))"
+    )
+    assert "its cache layout is not the scheduler's" in peer.do(
+        "next(MessageReader().feed(sock.recv(9999))).body.decode()"
+    )
+    machine.rank()
+    manager.do("region.wait_ready(PATIENCE)")
+    assert manager.do("time.clock_gettime(clock)") - began < 1.0, "processor time of the engine's side"
 
 
 @pytest.mark.parametrize("words", ["b''", "b'garbage' * 10"], ids=["says nothing", "says garbage"])

@@ -2,6 +2,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,31 @@ def test_a_layout_survives_json(some):
     assert again.differences(some) == []
 
 
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = ["model", "groups", "tensors", "blocks_per_chunk", "world_size", "row_layout"]
+TENSOR_FIELDS = ["name", "group", "page_bytes", "canonical_page_bytes"]
+
+
+@settings(deadline=None)
+@given(layouts, junk, st.sampled_from(FIELDS), st.sampled_from(TENSOR_FIELDS))
+def test_whatever_a_peer_sends_as_a_layout_is_compared_at_once_and_never_made(some, junk, name, of_tensor):
+    document = json.loads(some.to_json())
+    documents = [junk, document | {name: junk}, document | {"tensors": [document["tensors"][0] | {of_tensor: junk}]}]
+    begin = time.thread_time()
+    for peers in documents:
+        differs = some.differences_in(json.loads(json.dumps(peers)))
+        assert all(len(line) < 600 for line in differs)
+    assert time.thread_time() - begin < 1.0
+    assert some.differences_in(document | {"world_size": 10**9}) == [
+        f"world_size: {some.world_size} here, 1000000000 there"
+    ]
+    assert some.differences_in(document) == []
+
+
 CHANGES = [
     {"model": ModelIdentity("m", weights="other")},
     *[
@@ -191,7 +217,8 @@ def test_a_difference_names_the_field_and_both_values():
         ({"groups": ()}, "no KV group"),
         ({"blocks_per_chunk": 0}, "blocks_per_chunk is 0, expected 1 to 64"),
         ({"blocks_per_chunk": 65}, "blocks_per_chunk is 65, expected 1 to 64"),
-        ({"world_size": 0}, "world_size is 0, expected at least 1"),
+        ({"world_size": 0}, "world_size is 0, expected 1 to 65536"),
+        ({"world_size": 10**9}, "world_size is 1000000000, expected 1 to 65536"),
         ({"row_layout": "diagonal"}, "row_layout is 'diagonal', expected one of direct, replicated, canonical"),
         ({"groups": (KVGroup("full", 0), KVGroup("w", 16))}, "group 'full': tokens_per_block is 0"),
         ({"groups": (KVGroup("full", 16), KVGroup("w", 16), KVGroup("idle", 16))}, "group 'idle' has no tensor"),

@@ -30,6 +30,7 @@ __all__ = [
 
 FINGERPRINT_FORMAT = 1
 SEAL_BYTES = 64
+_MOST_RANKS = 65_536
 VALUE_ALIGN = 4096  # never the OS page: values must be the same on every machine
 
 RowLayout = Literal["direct", "replicated", "canonical"]
@@ -120,8 +121,8 @@ class CacheLayout:
             problems.append("no KV group")
         if not 1 <= self.blocks_per_chunk <= 64:
             problems.append(f"blocks_per_chunk is {self.blocks_per_chunk}, expected 1 to 64")
-        if self.world_size < 1:
-            problems.append(f"world_size is {self.world_size}, expected at least 1")
+        if not 1 <= self.world_size <= _MOST_RANKS:
+            problems.append(f"world_size is {self.world_size}, expected 1 to {_MOST_RANKS}")
         for index, group in enumerate(self.groups):
             problems += [f"group {group.name!r}{text}" for text in self._group_problems(index, group)]
         for tensor in self.tensors:
@@ -282,15 +283,24 @@ class CacheLayout:
 
         One page size for all ranks is equal to the same size written once for each rank.
         """
-        return _differences("", _comparable(self), _comparable(other))
+        return self.differences_in(json.loads(other.to_json()))
 
+    def differences_in(self, document: Any) -> list[str]:
+        """Return the ``differences`` to a layout as JSON has it, whatever is in there: no layout is made of it.
 
-def _comparable(layout: CacheLayout) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(layout.to_json())
-    for tensor in data["tensors"]:
-        if isinstance(pages := tensor["page_bytes"], list) and len(set(pages)) == 1:
-            tensor["page_bytes"] = pages[0]
-    return data
+        One with a wrong number of ranks would take minutes to make.
+        """
+        mine: dict[str, Any] = json.loads(self.to_json())
+        return _differences("", self._one_page_a_tensor(mine), self._one_page_a_tensor(document))
+
+    def _one_page_a_tensor(self, document: Any) -> Any:
+        """Return the document with one page size in the place of the same size for each rank."""
+        tensors = document.get("tensors") if isinstance(document, dict) else None
+        for tensor in tensors if isinstance(tensors, list) else ():
+            pages = tensor.get("page_bytes") if isinstance(tensor, dict) else None
+            if isinstance(pages, list) and len(pages) == self.world_size and pages.count(pages[0]) == len(pages):
+                tensor["page_bytes"] = pages[0]
+        return document
 
 
 def _differences(where: str, mine: Any, theirs: Any) -> list[str]:
@@ -302,4 +312,4 @@ def _differences(where: str, mine: Any, theirs: Any) -> list[str]:
         return [line for i, (a, b) in pairs for line in _differences(f"{where}[{i}]", a, b)]
     if isinstance(mine, list) and isinstance(theirs, list):
         return [f"{where.lstrip('.')}: {len(mine)} entries here, {len(theirs)} there"]
-    return [] if mine == theirs else [f"{where.lstrip('.')}: {mine!r} here, {theirs!r} there"]
+    return [] if mine == theirs else [f"{where.lstrip('.') or 'layout'}: {mine!r:.200} here, {theirs!r:.200} there"]

@@ -13,8 +13,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from kvtiers._failures import logged_boundary
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
@@ -245,11 +246,11 @@ class AcceptThread:
             return
         try:
             hello = json.loads(body)
-            rank, layout = int(hello["rank"]), CacheLayout.from_json(json.dumps(hello["layout"]))
+            rank, differences = int(hello["rank"]), self._differences(hello["layout"])
         except Exception as error:  # noqa: BLE001 -- whatever a peer sends, it must not end this thread
-            self._refuse(connection, f"its layout cannot be read: {error!r}; install the same kvtiers for both")
+            self._refuse(connection, f"its layout cannot be read: {error!r:.200}; install the same kvtiers for both")
             return
-        reason = OTHER_RELEASE if hello.get("speaks") != SPEAKS else self._objection(rank, layout)
+        reason = OTHER_RELEASE if hello.get("speaks") != SPEAKS else self._objection(rank, differences)
         if reason:
             self._refuse(connection, reason, rank=rank)
             return
@@ -282,10 +283,12 @@ class AcceptThread:
             self._lose(connection)
             self._forget(connection)
 
-    def _objection(self, rank: int, layout: CacheLayout) -> str:
-        if layout.model == ModelIdentity(""):  # a rank needs no name of the model whose KV it copies
-            layout = replace(layout, model=self._layout.model)
-        differences = self._layout.differences(layout)
+    def _differences(self, layout: Any) -> list[str]:
+        if isinstance(layout, dict) and layout.get("model") == asdict(ModelIdentity("")):
+            layout["model"] = asdict(self._layout.model)  # a rank needs no name of the model whose KV it copies
+        return self._layout.differences_in(layout)
+
+    def _objection(self, rank: int, differences: Sequence[str]) -> str:
         if differences:
             shown = "; ".join(differences[:_DIFFERENCES_SHOWN])
             more = len(differences) - _DIFFERENCES_SHOWN
