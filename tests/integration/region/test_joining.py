@@ -224,7 +224,7 @@ def test_a_hello_that_is_no_layout_is_refused(machine):
         "sock = socket.socket(socket.AF_UNIX)\n"
         "sock.connect(socket_name(engine_id, os.geteuid()))\n"
         "sock.settimeout(PATIENCE)\n"
-        'sock.sendall(encode_message(Kind.HELLO, b\'{"rank": 0, "layout": {"tensors": []}}\'))'
+        'sock.sendall(encode_message(Kind.HELLO, b\'{"rank": 0, "tensors": []}\'))'
     )
     assert "its layout cannot be read" in stranger.do("next(MessageReader().feed(sock.recv(1000))).body.decode()")
     assert "cannot be read" in manager.do("gather(region, 'RankRefused')")[-1]
