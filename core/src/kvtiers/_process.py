@@ -3,6 +3,7 @@
 ==========  ==========================================================================================
 parent      ``spawn``, ``spawn_bare``; then ``end``, or ``wait_unreaped`` on a thread of its own and ``kill_unreaped``
 child       ``die_with_parent``, before it loads anything else: loading takes a while
+both        ``hand_over`` and ``take_over``: descriptors that a child must not have until it is tied
 ==========  ==========================================================================================
 
 A child that is tied ends with its parent, by ``kill -9`` too. The kernel's signal follows the *thread* that spawned it:
@@ -18,20 +19,22 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import socket
     import subprocess
     import threading
 
 __all__ = [
-    "die_with_parent", "end", "end_group_with", "hold_standard_descriptors", "kill_group", "kill_unreaped", "spawn",
-    "spawn_bare", "wait_unreaped",
+    "die_with_parent", "end", "end_group_with", "hand_over", "hold_standard_descriptors", "kill_group",
+    "kill_unreaped", "spawn", "spawn_bare", "take_over", "wait_unreaped",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
+_MOST_HANDED_OVER = 8
 _KILLED_SECONDS = 10.0  # it has no say in it: longer takes only one that waits in the kernel
 _LONGEST_ARGUMENT = 100_000  # Linux takes 131,071 bytes; build systems make paths of thousands of parts
 # The parent's path, whatever the environment says: a child must not find another kvtiers.
@@ -89,23 +92,60 @@ def spawn(
         )
 
 
-def spawn_bare(program: Path, arguments: Sequence[str], *, pass_fds: Sequence[int]) -> "subprocess.Popen[bytes]":
+def spawn_bare(program: Path, arguments: Sequence[str], *, stdin: int) -> "subprocess.Popen[bytes]":
     """Start a program of the standard library alone, in a bare interpreter: 15 ms, without site packages.
 
-    It reads and prints by unbuffered pipes, its errors among the rest. It has to end by itself with its parent, at the
+    It prints by an unbuffered pipe, its errors among the rest. It has to end by itself with its parent, at the
     end of its standard input; in a process group of its own it does also if it was stopped (``host/__main__.py``).
     """
     import subprocess
 
     return subprocess.Popen(  # noqa: S603 -- our own program
         [sys.executable or "", "-I", "-S", str(program), *arguments],
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,
         process_group=0,
-        pass_fds=pass_fds,
     )
+
+
+def hand_over(ours: "socket.socket", fds: Sequence[int]) -> bool:
+    """Send descriptors to a child as soon as it says that it dies with us; False if it ends before.
+
+    For memory: a child that is stopped in its first moment outlives a parent that is killed then, and would hold it.
+    Waits for the child, so it needs a thread of its own.
+    """
+    import socket
+
+    try:
+        if not ours.recv(1):
+            return False
+        socket.send_fds(ours, [b"."], fds)
+    except OSError:
+        return False
+    return True
+
+
+def take_over(fd: int) -> Callable[[], list[int]]:
+    """Say that this process dies with its parent; return what waits for the descriptors of its ``hand_over``.
+
+    Few come, and none is inherited by what this process starts. EOFError if the parent has ended.
+    """
+    import socket
+
+    theirs = socket.socket(fileno=fd)
+    with contextlib.suppress(OSError):  # the parent has ended, which shows below
+        theirs.send(b".")
+
+    def take() -> list[int]:
+        with theirs:
+            said, fds, _, _ = socket.recv_fds(theirs, 1, _MOST_HANDED_OVER, socket.MSG_CMSG_CLOEXEC)
+        if not said:
+            raise EOFError("the parent has ended")
+        return fds
+
+    return take
 
 
 def hold_standard_descriptors() -> None:

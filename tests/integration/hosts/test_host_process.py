@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers._process import hand_over
 from kvtiers._version import __version__
 from kvtiers.host import wire
 from kvtiers.host.wire import FrameReader, Kind
@@ -29,9 +30,14 @@ def host():
         ours, theirs = socket.socketpair()
         memory = os.memfd_create("test")
         os.ftruncate(memory, 1 << 16)
-        arguments = [sys.executable, "-P", "-c", START, str(theirs.fileno()), str(memory), str(parent or os.getpid())]
-        process = subprocess.Popen(arguments, pass_fds=[theirs.fileno(), memory], stderr=subprocess.PIPE)
+        handover, its_handover = socket.socketpair()
+        passed = [theirs.fileno(), its_handover.fileno()]
+        arguments = [sys.executable, "-P", "-c", START, *map(str, passed), str(parent or os.getpid())]
+        process = subprocess.Popen(arguments, pass_fds=passed, stderr=subprocess.PIPE)
         theirs.close()
+        its_handover.close()
+        with handover:
+            assert hand_over(handover, [memory]) == (parent is None)
         os.close(memory)
         processes.append(process)
         sockets.append(ours)

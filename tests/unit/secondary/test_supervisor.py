@@ -20,7 +20,7 @@ def launcher(lines, monkeypatch, kit):
     """A launcher whose hosts sleep."""
     processes = []
 
-    def fork(_launcher, _host, _theirs):
+    def fork(_launcher, _host, _theirs, _handover):
         processes.append(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]))
         return processes[-1]
 

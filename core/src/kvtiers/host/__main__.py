@@ -3,7 +3,8 @@
 Until the parent-death signal is armed, some 15 ms after the fork, a host that has been stopped (SIGSTOP) could neither
 arm it nor see the end of its socket. It is therefore in a process group of its own, from before its first instruction:
 when the engine ends, that group is orphaned, and the kernel sends SIGHUP and SIGCONT to an orphaned group of which a
-process is stopped (POSIX, "Consequences of Process Termination"). SIGHUP ends the host: nothing handles it yet.
+process is stopped (POSIX, "Consequences of Process Termination"). SIGHUP ends the host: nothing handles it yet. One
+that is stopped after the engine's end stays as it is; it has not got the region then, which is handed over afterwards.
 """
 
 import contextlib
@@ -14,16 +15,17 @@ import signal
 import sys
 from types import FrameType
 
-from kvtiers._process import die_with_parent
+from kvtiers._process import die_with_parent, take_over
 from kvtiers.host.malloc import keep_little
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run a host. Arguments: the socket's and the region's descriptors, and the engine's process id."""
-    socket_fd, region_fd, parent = map(int, sys.argv[1:4])
+    """Run a host. Arguments: the descriptors of two sockets, the second for the region's; the engine's process id."""
+    socket_fd, handover_fd, parent = map(int, sys.argv[1:4])
     die_with_parent(parent)
+    take = take_over(handover_fd)
     # A service manager's SIGTERM reaches every process; the engine, which gets it too, says when to end.
     # Handlers and not SIG_IGN: processes that a store starts must not inherit it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -37,7 +39,11 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
-    TierHost(socket_fd, region_fd).run()
+    try:
+        region_fd, *callers_fds = take()
+    except (EOFError, OSError):  # the engine has ended
+        os._exit(0)
+    TierHost(socket_fd, region_fd, callers_fds).run()
 
 
 def _give_way() -> None:

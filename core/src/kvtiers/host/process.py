@@ -56,13 +56,16 @@ _LOWEST_PRIORITY = 19
 
 
 class TierHost:
-    """The process's state: the connection, the mapped region, one pool a tier."""
+    """The process's state: the connection, the mapped region, one pool a tier.
 
-    def __init__(self, socket_fd: int, region_fd: int) -> None:
-        for fd in (socket_fd, region_fd):
-            os.set_inheritable(fd, False)  # what a store starts must not keep the engine's memory
+    ``callers_fds``: that of the memory of a client's caller, if the HELLO says that there is one.
+    """
+
+    def __init__(self, socket_fd: int, region_fd: int, callers_fds: Sequence[int] = ()) -> None:
+        os.set_inheritable(socket_fd, False)
         self._connection = socket.socket(fileno=socket_fd)
         self._region_fd = region_fd
+        self._callers_fds = callers_fds
         self._mapping: Mapping | None = None
         self._callers_mapping: Mapping | None = None
         self._pools: list[TransferPool] = []
@@ -81,7 +84,7 @@ class TierHost:
             os.write(2, text.encode(errors="replace"))
         faulthandler.disable()  # the stack of one that touches them would read as the host's own fault
         self._connection.close()
-        for fd in (self._region_fd, self._lifeline):
+        for fd in (self._region_fd, self._lifeline, *self._callers_fds):
             if fd >= 0:
                 os.close(fd)
 
@@ -167,8 +170,8 @@ class TierHost:
         """Return the memory of a client's caller: of the mapped region, or of a descriptor of the caller's own."""
         assert self._mapping is not None
         mapping = self._mapping
-        if fd is not None:
-            os.set_inheritable(fd, False)
+        if fd is not None:  # its number in the engine's process
+            [fd], self._callers_fds = self._callers_fds, ()
             mapping = self._callers_mapping = map_memory(fd, at + nbytes, at + nbytes, for_children=False)
             os.close(fd)
         return mapping.view[at : at + nbytes]

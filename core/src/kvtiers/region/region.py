@@ -85,7 +85,7 @@ class OffloadRegion:
 
     @property
     def fd(self) -> int | None:
-        """The memfd, for a tier host's ``pass_fds``; None where no other process can map the region."""
+        """The memfd, to be handed over to tier hosts; None where no other process can map the region."""
         return None
 
     @property
@@ -243,7 +243,7 @@ class SharedOffloadRegion(OffloadRegion):
 
     @property
     def fd(self) -> int | None:
-        """The memfd, for a tier host's ``pass_fds``; None after ``close``."""
+        """The memfd, to be handed over to tier hosts; None after ``close``."""
         return None if self._closed else self._memfd
 
     @property

@@ -6,7 +6,8 @@ thread             does
 any                posts requests; takes new lives from ``HostProcess.lives``, reads what became of them
 launcher (1)       forks, kills, reaps. It lives until the last host has ended: the parent-death signal of a
                    host follows the thread that started it
-waiter (1 a life)  waits in the kernel until the process has ended, without reaping it, and reports it
+waiter (1 a life)  hands the region to the process as soon as that is tied to this one's life; waits in the kernel
+                   until it has ended, without reaping it, and reports it
 =================  ==========================================================================================
 
 No thread polls, so an idle engine is not woken. A *life* is one process of a host, from its fork until it is reaped.
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtiers._failures import error_text
-from kvtiers._process import kill_group, kill_unreaped, spawn, wait_unreaped
+from kvtiers._process import hand_over, kill_group, kill_unreaped, spawn, wait_unreaped
 
 if TYPE_CHECKING:
     import subprocess
@@ -88,7 +89,7 @@ class HostProcess:
 class HostLauncher:
     """The thread. ``region_fd`` is handed to every host and stays the caller's; ``log`` takes lines and never waits.
 
-    ``more_fds``: others that hosts get, which the HELLO names.
+    ``more_fds``: others that hosts get, whose presence the HELLO says.
     """
 
     def __init__(self, region_fd: int, log: Callable[[int, str], None], more_fds: Sequence[int] = ()) -> None:
@@ -178,9 +179,11 @@ class HostLauncher:
         started = time.monotonic()
         pair: tuple[socket.socket, ...] = ()
         try:
-            ours, theirs = pair = socket.socketpair()
+            ours, theirs, handover, its_handover = pair = (*socket.socketpair(), *socket.socketpair())
             hello = host.hello()
-            life = self._begin(host, HostLife(self._fork(host, theirs), ours, started))
+            process = self._fork(host, theirs, its_handover)
+            its_handover.close()
+            life = self._begin(host, HostLife(process, ours, started), handover)
         except Exception as error:  # noqa: BLE001 -- no descriptors, memory, processes, interpreter: it is tried again
             for end in pair:
                 end.close()
@@ -197,9 +200,10 @@ class HostLauncher:
         if host.ending:
             _kill_if_running(life)
 
-    def _begin(self, host: HostProcess, life: HostLife) -> HostLife:
+    def _begin(self, host: HostProcess, life: HostLife, handover: socket.socket) -> HostLife:
         try:
-            threading.Thread(target=self._wait, args=(host, life), name="kvtiers-waiter", daemon=True).start()
+            what = host, life, handover
+            threading.Thread(target=self._wait, args=what, name="kvtiers-waiter", daemon=True).start()
         except RuntimeError:  # no thread to be had: it would never be reaped
             life.process.kill()
             life.process.wait()
@@ -208,15 +212,16 @@ class HostLauncher:
         host.started += 1
         return life
 
-    def _fork(self, host: HostProcess, theirs: socket.socket) -> "subprocess.Popen[bytes]":
-        descriptors = (theirs.fileno(), self._region_fd)
-        arguments = [str(fd) for fd in descriptors]
+    def _fork(self, host: HostProcess, theirs: socket.socket, handover: socket.socket) -> "subprocess.Popen[bytes]":
+        passed = theirs.fileno(), handover.fileno()
+        arguments = [str(fd) for fd in passed]
         # A group of its own: a host that is stopped while it starts must end with the engine (host/__main__.py), and
         # what its stores have started must end with it.
-        passed = (*descriptors, *self._more_fds)
         return spawn("kvtiers.host.__main__", arguments, name=host.name, pass_fds=passed, process_group=0)
 
-    def _wait(self, host: HostProcess, life: HostLife) -> None:
+    def _wait(self, host: HostProcess, life: HostLife, handover: socket.socket) -> None:
+        with handover:
+            hand_over(handover, [self._region_fd, *self._more_fds])
         wait_unreaped(life.process)
         self._requests.put(lambda: self._reap(host, life))
 

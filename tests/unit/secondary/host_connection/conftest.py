@@ -19,7 +19,7 @@ def ends(kit, monkeypatch):
     """Two tiers in one host, the second with time to spare, and all its lives, of which the test plays each."""
     hosts, processes = [], []
 
-    def fork(_launcher, _host, theirs):
+    def fork(_launcher, _host, theirs, _handover):
         hosts.append(Host(theirs.dup()))
         processes.append(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]))
         return processes[-1]
