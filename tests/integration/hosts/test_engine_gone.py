@@ -74,6 +74,34 @@ def test_an_engine_that_is_killed_while_its_hosts_are_stopped_in_their_first_mom
     await_nothing_left(machine, engine_id, hosts)
 
 
+def test_a_host_that_is_stopped_before_it_follows_an_engine_that_was_killed_holds_nothing_of_it(
+    party, two_tiers, machine, places, tmp_path
+):
+    """Nothing ends such a host but the one who has stopped it: the kernel has no signal for it any more."""
+    early = tmp_path / "early"
+    early.mkdir()
+    (early / "sitecustomize.py").write_text(
+        "import os, signal, sys, time\n"
+        "if '-P' in sys.orig_argv and any('kvtiers.host.__main__' in word for word in sys.orig_argv):\n"
+        "    engine = int(sys.argv[-3])\n"
+        "    while os.getppid() == engine:\n"
+        "        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    engine = party(env=places.environment | {"PYTHONPATH": str(early)}, cwd=places.here)
+    engine.do(f"engine = Engine(*{two_tiers!r})")
+    engine_id = engine.do("engine.manager.engine_id")
+    machine.wait_until(lambda: len(engine.hosts()) == 2, "its hosts")
+    hosts = engine.hosts()
+    try:
+        engine.process.kill()
+        machine.wait_until(lambda: [machine.state_of(pid) for pid in hosts] == ["T", "T"], "their being stopped")
+        assert machine.holders(engine_id) == []
+    finally:
+        for pid in hosts:
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("stage", ["read", "write", "exists", "delete", "open"])
 def test_an_engine_that_is_killed_while_its_host_hangs_in_the_kernel_leaves_nothing(
     party, faulty, gates, machine, places, stage

@@ -4,6 +4,7 @@ import mmap
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvtiers._process import hand_over, spawn_bare
 from kvtiers.region import populate
 from kvtiers.region.populate import Populator
 
@@ -164,3 +166,27 @@ def test_the_program_ends_with_its_standard_input(memfd):
     )
     process.stdin.close()
     assert process.wait(60) == 1
+
+
+def test_the_program_has_no_memory_until_it_is_tied_to_its_parent():
+    ours, theirs = socket.socketpair()
+    arguments = [str(number) for number in (os.getpid(), HUGE, HUGE, 1, populate.MADV_POPULATE_WRITE, 0, HUGE)]
+    memory = os.memfd_create("kvtiers-unit-test")
+    os.set_inheritable(memory, True)
+    os.ftruncate(memory, HUGE)
+    with ours, spawn_bare(Path(populate.__file__), arguments, stdin=theirs.fileno()) as process:
+        theirs.close()
+        links = [str(fd.readlink()) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
+        assert not [link for link in links if "memfd" in link]
+        assert hand_over(ours, [memory])
+        assert b"done" in process.stdout.read()
+    assert os.fstat(memory).st_blocks * 512 == HUGE
+    os.close(memory)
+
+
+def test_a_program_whose_parent_has_ended_before_it_was_tied_ends_without_a_word():
+    ours, theirs = socket.socketpair()
+    with ours, spawn_bare(Path(populate.__file__), ["1", *["0"] * 6], stdin=theirs.fileno()) as process:
+        theirs.close()
+        assert process.stdout.read() == b""
+        assert process.wait(60) == 1

@@ -3,17 +3,19 @@
 Run by its path, in a process of its own (``prefault.py`` starts it): the system call that does it would hold the
 engine's interpreter for seconds. It imports little, so that it starts in a few hundredths of a second.
 
-It gets the region's descriptor and nothing else, and populates as far as it is asked to: its arguments say how far at
-first, each line ``want BYTES`` on standard input how far from then on. What is asked for later is far ahead of use, and
-tier hosts may be loading meanwhile: fewer threads do it, at a lower priority. On standard output it reports how far it
-has come (``populated BYTES``, then ``done METHOD`` or ``failed TEXT``). It ends at the end of standard input, which
-comes when the process that started it has ended.
+Its standard input is a socket. There it says that it is tied to its parent's life, and gets the region's descriptor,
+which it must not have before: one that is stopped too early outlives a parent that is killed. It populates as far as
+it is asked to: its arguments say how far at first, each line ``want BYTES`` on standard input how far from then on.
+What is asked for later is far ahead of use, and tier hosts may be loading meanwhile: fewer threads do it, at a lower
+priority. On standard output it reports how far it has come (``populated BYTES``, then ``done METHOD`` or
+``failed TEXT``). It ends at the end of standard input, which comes when the process that started it has ended.
 """
 
 import ctypes
 import errno
 import mmap
 import os
+import socket
 import sys
 import threading
 import time
@@ -173,10 +175,31 @@ def say(line: str) -> None:
     os.write(1, line.encode() + b"\n")
 
 
+def read_input() -> bytes:
+    """Return what comes next on standard input; b"" at its end."""
+    try:
+        return os.read(0, 4096)
+    except ConnectionError:  # the parent has ended, and left something unread
+        return b""
+
+
+def receive_memory() -> int:
+    """Say that this program is tied to its parent, and return the region's descriptor; end where the parent has."""
+    parent = socket.socket(fileno=os.dup(0))
+    try:
+        parent.send(b".")
+        [fd] = socket.recv_fds(parent, 1, 1)[1]
+    except (OSError, ValueError):
+        os._exit(1)
+    finally:
+        parent.close()
+    return fd
+
+
 def end_with_parent(want: Callable[[int], None]) -> None:
     """Call ``want`` for each request on standard input; at its end, end this process, whatever its other threads do."""
     unread = b""
-    while data := os.read(0, 4096):
+    while data := read_input():
         *lines, unread = (unread + data).split(b"\n")
         unread = unread[-_LONGEST_LINE:]
         for line in lines:
@@ -201,11 +224,14 @@ def be_the_first_to_go() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Populate: descriptor, bytes, bytes a piece, threads, two of madvise's advices, bytes that are wanted at first."""
-    fd, nbytes, piece_bytes, threads, advice, collapse, wanted = map(int, arguments)
-    be_the_first_to_go()
+    """Populate: the parent's id, bytes, bytes a piece, threads, two of madvise's advices, bytes wanted at first."""
+    parent, nbytes, piece_bytes, threads, advice, collapse, wanted = map(int, arguments)
     if sys.platform == "linux":  # the thread that started this lives until it has ended this
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the signal was armed
+        return 1
+    be_the_first_to_go()
+    fd = receive_memory()
     populator = Populator(fd, nbytes, piece_bytes, advice, wanted, collapse)
     threading.Thread(target=end_with_parent, args=(populator.want,), daemon=True).start()
     workers = [threading.Thread(target=populator.work, args=(number,)) for number in range(threads)]

@@ -1,13 +1,16 @@
 """The owner of the pre-fault program (``populate.py``): starts it, asks it for more, reads its progress, ends it."""
 
 import contextlib
+import errno
 import mmap
 import os
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
-from kvtiers._process import end, spawn_bare
+from kvtiers._process import end, hand_over, spawn_bare
 from kvtiers.region import populate
 from kvtiers.region.limits import oom_kills
 
@@ -18,7 +21,7 @@ _REAP_SECONDS = 5.0  # its output has ended, or it was killed: it ends soon
 
 
 class Prefault:
-    """The running ``populate.py`` of one region. Used by one thread.
+    """The running ``populate.py`` of one region. Used by one thread; another one of its own hands it the memory.
 
     ``wanted``: bytes from the region's start that it populates at first; ``want`` asks for more.
     ``populated``: bytes from the region's start. ``ended``: no more progress will come. ``error``: the memory is not
@@ -42,13 +45,29 @@ class Prefault:
         threads = min(_THREADS, os.cpu_count() or 1)
         piece_bytes = max(populate.PIECE_BYTES, page_bytes)
         collapse = populate.MADV_COLLAPSE if page_bytes == mmap.PAGESIZE else 0
-        numbers = (fd, nbytes, piece_bytes, threads, populate.MADV_POPULATE_WRITE, collapse, self.wanted)
-        self._process = spawn_bare(self.program, [*map(str, numbers)], pass_fds=(fd,))
-        assert self._process.stdin is not None
+        numbers = (os.getpid(), nbytes, piece_bytes, threads, populate.MADV_POPULATE_WRITE, collapse, self.wanted)
+        self._memory = os.dup(fd)
+        self._input, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = spawn_bare(self.program, [*map(str, numbers)], stdin=theirs.fileno())
+        except OSError:
+            self._input.close()
+            self._close_memory()
+            raise
         assert self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
+        self._output = self._process.stdout
         os.set_blocking(self._output.fileno(), False)
-        os.set_blocking(self._input.fileno(), False)
+        self._handing_over = threading.Lock()
+        self._is_handed_over = False
+        self._thread = threading.Thread(target=self._hand_over, name="kvtiers-prefault", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            end(self._process, 0.0)
+            self._close_pipes()
+            self._close_memory()
+            raise OSError(errno.EAGAIN, str(error)) from None
 
     @property
     def pid(self) -> int:
@@ -62,12 +81,34 @@ class Prefault:
     def want(self, nbytes: int) -> None:
         """Ask for this many bytes from the region's start. Never blocks; less than before changes nothing."""
         nbytes = min(nbytes, self.nbytes)
-        if self.ended or nbytes <= self.wanted:
-            return
-        # A pipe that is full belongs to a program that stands still, a broken one to one whose end will be read.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._input.fileno(), b"want %d\n" % nbytes)
+        with self._handing_over:
+            if self.ended or nbytes <= self.wanted:
+                return
+            if not self._is_handed_over:  # it is asked for then
+                self.wanted = nbytes
+                return
+            self._ask(nbytes)
+
+    def _ask(self, nbytes: int) -> None:
+        # A socket that is full belongs to a program that stands still, a broken one to one whose end will be read.
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            self._input.send(b"want %d\n" % nbytes)
             self.wanted = nbytes
+
+    def _hand_over(self) -> None:
+        """Give the program the memory as soon as it is tied to this process."""
+        is_tied = hand_over(self._input, [self._memory])
+        with self._handing_over:
+            self._close_memory()
+            if is_tied:
+                self._input.setblocking(False)
+                self._ask(self.wanted)
+                self._is_handed_over = True
+
+    def _close_memory(self) -> None:
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
 
     def read(self) -> None:
         """Read what the program has reported. Never blocks, except at its end, to reap it."""
@@ -103,6 +144,7 @@ class Prefault:
         self.ended = True
         self.seconds = time.monotonic() - self._started
         code = end(self._process, _REAP_SECONDS)
+        self._thread.join(_REAP_SECONDS)  # its end of the socket has been closed
         self._close_pipes()
         if self.method or self.error:
             return
@@ -121,3 +163,4 @@ class Prefault:
         """Close our ends in a forked child, which has nothing to do with the program."""
         self._process.returncode = 0  # keeps Popen from waiting for a child that is not this process's
         self._close_pipes()
+        self._close_memory()
