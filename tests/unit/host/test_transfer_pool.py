@@ -177,6 +177,20 @@ def test_whatever_opening_raises_is_a_reason_and_not_a_lost_thread(kit, error):
     assert events.wait(Opened, 2)[0].error.startswith(type(error).__name__)
 
 
+@pytest.mark.parametrize("method", ["read_into", "exists"])
+@pytest.mark.parametrize("error", [SystemExit("no licence"), BaseException("odd"), ValueError("odd")])
+def test_whatever_a_store_raises_while_its_tier_opens_is_a_reason_and_not_a_lost_thread(kit, method, error):
+    def fail(*_):
+        raise error
+
+    failing = kit.DictStore()
+    if method == "read_into":
+        failing.exists = lambda names: [True for _ in names]
+    setattr(failing, method, fail)
+    _, events = kit.pool(lambda: failing)
+    assert events.wait(Opened, 2)[0].error.startswith(type(error).__name__)
+
+
 @pytest.mark.parametrize(
     ("attribute", "value"), [("transient_errors", None), ("exists_per_call", "many"), ("transient_errors", 3)]
 )

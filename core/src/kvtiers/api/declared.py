@@ -51,7 +51,7 @@ def methods_of(ability: type) -> list[str]:
 
 def class_problems(tier_class: type) -> list[str]:
     """Return what is wrong with the public methods of a ``ChunkStore`` or ``SecondaryTierManager``, a line each."""
-    return [*_half_abilities(tier_class), *_near_misses(tier_class)]
+    return [*_no_lookup(tier_class), *_half_abilities(tier_class), *_near_misses(tier_class)]
 
 
 def option_problems(config: type[TierConfig], kind: str) -> list[str]:
@@ -76,6 +76,15 @@ def _redeclared(config: type[TierConfig], name: str) -> str:
         f"({TierConfig.model_fields[name].description}); choose another name, such as 'server_{name}'. "
         "To change its default alone, keep its type and its description"
     )
+
+
+def _no_lookup(tier_class: type) -> Iterator[str]:
+    base = SecondaryTierManager
+    if issubclass(tier_class, base) and (tier_class.lookup, tier_class.lookup_many) == (base.lookup, base.lookup_many):
+        yield (
+            f"{tier_class.__name__} has neither lookup nor lookup_many: each would ask the other, without end; write "
+            "one of them"
+        )
 
 
 def _half_abilities(tier_class: type) -> Iterator[str]:

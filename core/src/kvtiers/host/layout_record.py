@@ -47,7 +47,7 @@ class LayoutRecord:
         if described is None:
             return
         ours = json.loads(described.document)
-        with plugin_boundary() as reading:
+        with plugin_boundary(exits=True) as reading:
             theirs = read_layout(store, names.namespace, names.model)
         if reading.error:
             _log.debug("%s: what was stored last is not known: %s", self._label, reading.error)
@@ -81,7 +81,7 @@ class LayoutRecord:
             KEY_FIELD: "" if keys is None else keys.current.id,
             COMPRESSION_FIELD: "zstd" if self._compression == "zstd" else "",
         }
-        with plugin_boundary() as writing:
+        with plugin_boundary(exits=True) as writing:
             write_layout(store, names.of_epoch(epoch), with_fields(described.document, stored))
         if writing.error:
             _log.debug("%s: its layout is not recorded: %s", self._label, writing.error)

@@ -92,7 +92,7 @@ class Prober:
     def _take_figures(self, store: ChunkStore) -> None:
         if not isinstance(store, SupportsStats):
             return
-        with plugin_boundary() as stats:
+        with plugin_boundary(exits=True) as stats:
             figures = list(store.stats().items())[:_MOST_FIGURES]
             self.figures = {str(name)[:100]: float(figure) for name, figure in figures}
         if stats.error:  # figures are no promise

@@ -411,6 +411,7 @@ class _WatchedCall(plugin_boundary):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        super().__exit__(kind, error, traceback)  # a forked child ends here
         if error is None:
             return False
         if isinstance(error, StoreContractError):

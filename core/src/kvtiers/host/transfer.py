@@ -224,7 +224,7 @@ class ValueMover:
     def _store_values(self, run: ValueRun, all_names: Sequence[StorageNames]) -> Moved:
         moved = Moved.nothing(len(run.keys))
         run = replace(run, names=all_names[0])
-        with plugin_boundary() as store:
+        with plugin_boundary(exits=True) as store:
             present = self._present(run, moved)
         if store.error:
             moved.error = store.error

@@ -260,9 +260,12 @@ class TransferPool:
 
     def _open(self, open_store: Callable[[], ChunkStore]) -> str:
         """Open the store and start the other threads; return why it cannot be opened, if it cannot."""
-        opened, error = self._opener.open(open_store, self._names, self._options)
+        opened: OpenStore | None = None
+        error = ""
+        with logged_boundary(_log, "%s: its store is not opened; a bug of kvtiers", self._label, exits=True) as opening:
+            opened, error = self._opener.open(open_store, self._names, self._options)
         if opened is None:
-            return error
+            return opening.error or error
         mover = opened.mover
         with self._life:
             mover.set_rate_limit(self._options.rate_limit)  # it may have changed meanwhile
