@@ -54,6 +54,11 @@ class ChunkStore(ABC):
     several servers of which one is lost raises if it can do nothing of what a call asks for; else it answers for the
     others, and False (``write_many``: ``Refused``) for what lies on the lost one, at once and not after a timeout each,
     and counts it in ``stats``.
+
+    A store is used in the process that opened it, and must not fork without exec: a forked child has no access to the
+    views, and is ended when it comes back from a call. Core opens one store for each tier; tiers that share a tier
+    host are in one process.
+
     Five failures in a row, or half of all calls in 30 s, take the whole tier out of use for a while (``breaker``).
     """
 
@@ -91,7 +96,10 @@ class ChunkStore(ABC):
         """Remove these values. A name that is absent is no error."""
 
     def close(self) -> None:
-        """Release connections, threads and descriptors. Called once, after all other calls have returned."""
+        """Release connections, threads, descriptors and child processes. Called once, after all other calls.
+
+        Child processes that are left are killed with the tier host.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +222,10 @@ class SupportsListing(Protocol):
     """
 
     def list(self, prefix: str) -> Iterator[StoreEntry]:
-        """Yield every value whose name starts with ``prefix``, in any order, without loading values."""
+        """Yield every value whose name starts with ``prefix``, in any order, without loading values.
+
+        May be left half way, as a generator that is closed; other calls may come between two values.
+        """
 
 
 @runtime_checkable
