@@ -1,7 +1,9 @@
 """The boundary to plugins' code: what is raised ends there as a line of text, keeps no memory, and floods no log."""
 
+import ctypes
 import gc
 import logging
+import os
 import re
 import weakref
 from collections import Counter
@@ -9,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers._failures import CallThread, error_text, log_with_backoff, logged_boundary, plugin_boundary
+from kvtiers._failures import (
+    FORKED_STATUS,
+    CallThread,
+    error_text,
+    log_with_backoff,
+    logged_boundary,
+    plugin_boundary,
+    same_process,
+)
+
+LOG = logging.getLogger("kvtiers.test")
 
 
 class View:
@@ -129,3 +141,27 @@ def test_a_broad_except_beside_the_boundary_has_a_reason_and_no_reason_stands_al
     assert {
         reason: count for reason, count in reasons.items() if count > 2 and reason not in {"see _do", "as above"}
     } == {}
+
+
+BLOCKS = [same_process, plugin_boundary, lambda: plugin_boundary(exits=True), lambda: logged_boundary(LOG, "it")]
+
+
+@pytest.mark.parametrize("fork", [os.fork, ctypes.PyDLL(None).fork], ids=["python", "c"])
+@pytest.mark.parametrize("raised", [None, ValueError, SystemExit])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_forked_child_goes_no_further_than_the_block_and_the_parent_does(block, raised, fork):
+    with block():
+        child = fork()
+        if not child and raised:
+            raise raised
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == FORKED_STATUS
+
+
+def test_a_child_that_never_comes_back_is_left_alone_and_may_use_blocks_of_its_own():
+    with same_process():
+        child = os.fork()
+        if not child:
+            with plugin_boundary():
+                pass
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3

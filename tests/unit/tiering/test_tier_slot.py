@@ -1,7 +1,10 @@
 """Whatever a tier does, the engine's step goes on."""
 
+import os
+
 import pytest
 
+from kvtiers._failures import FORKED_STATUS
 from kvtiers.api import JobResult, SecondaryTierManager
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
@@ -55,6 +58,28 @@ def test_an_exception_of_a_tier_reaches_no_caller(method, hold):
     assert bench.figures("sound")["raised"] == 0
     assert bench.tier["sound"].has(KEYS) == [True] * 4
     assert bench.figures("broken")["out_of_use"] == 0, "a failure is no lie"
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "abandon_job"])
+@pytest.mark.parametrize("ending", ["returns", "raises", "exits"])
+def test_a_child_that_a_tier_forks_is_no_second_engine(method, ending, capfd):
+    bench = Bench(tiers={"forking": {}}, options=WIDE)
+    tier, children = bench.tier["forking"], []
+    tier.put(THERE)
+    honest = getattr(tier, method)
+
+    def forks(*args):
+        if not children:
+            children.append(os.fork())
+            if not children[0] and ending != "returns":
+                raise SystemExit if ending == "exits" else ValueError
+        return honest(*args)
+
+    setattr(tier, method, forks)
+    use_all(bench)
+    [child] = children
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == FORKED_STATUS
+    assert f"its child {child} has come back from the call" in capfd.readouterr().err
 
 
 class Silent(SecondaryTierManager):
