@@ -399,3 +399,70 @@ def test_a_config_that_cannot_be_read_is_left_out(text):
 def test_options_that_only_look_like_secrets_stay():
     text = "secondary:\n- token_file: /run/token\n  tokens_per_block: 16\n  authority: https://login.example\n"
     assert Redaction().config(text) == text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("url", "secret"),
+    [
+        (f"https://h.example/?sv=1&sig={CANARY}", CANARY),
+        (f"rediss://h:1/0?ssl_password={CANARY}", CANARY),
+        (f"https://h.example/c?X-Amz-Security-Token={CANARY}&X-Amz-Date=1", CANARY),
+        (f"https://h.example/c?code={CANARY}", CANARY),
+        (f"https://h.example/c?bearer={CANARY}&timeout=3", CANARY),
+        (f"https://h.example/c?{CANARY}", CANARY),
+        (f"https://h.example/c#access_token={CANARY}", CANARY),
+        (f"host=h password={CANARY} dbname=d", CANARY),
+        (f"AccountName=it;AccountKey={CANARY}==;EndpointSuffix=x", CANARY),
+        (f"Authorization: Basic {CANARY}", CANARY),
+        (f"Bearer {CANARY}", CANARY),
+        ("https://h.example/c?code=one%2Ftwo%2Fthree", "one/two/three"),
+    ],
+)
+def test_what_is_hidden_by_its_form_in_the_config_is_hidden_in_the_log(url, secret):
+    redaction = Redaction()
+    text = "\n".join(redaction.config(yaml.safe_dump({"secondary": [{"type": "nowhere", "address": url}]})))
+    assert secret not in text
+    assert redaction.apply(f"the server refused <{secret}> (wrong)") == "the server refused <***> (wrong)"
+
+
+def test_a_url_keeps_the_values_of_its_query_that_are_known_to_be_harmless():
+    redaction = Redaction()
+    url = "rediss://h:1/0?db=3&socket_timeout=2&ssl_cert_reqs=none&code=abcdef"
+    assert redaction.apply(f"open {url}") == f"open {url.replace('abcdef', '***')}"
+    text = "\n".join(redaction.config(yaml.safe_dump({"secondary": [{"type": "nowhere", "url": url}]})))
+    assert "db=3&socket_timeout=2&ssl_cert_reqs=none&code=***" in text
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "- {type: redis, url: 'redis://h:1', password: SECRET}\n bad: [",
+        "- {type: redis, password: 'SECRET, threads: 3}",
+        "- type: redis\n  password:\n    SECRET\n bad: [",
+        "- type: redis\n  password: |\n    SECRET\n bad: [",
+        "- {type: redis, url: 'redis://me:SECRET@h:1'}\n bad: [",
+        "- {type: redis, url: 'redis://h:1/0?code=SECRET'}\n bad: [",
+        "- {type: redis, pasword: SECRET}\n bad: [",
+        "- {type: redis, threads: 3}\nencryption: {key: {command: [vault, --for, SECRET]}}\n bad: [",
+        "- {type: redis, password: SECRET, password: another}",
+        "- {type: redis, password: !!int SECRET}",
+        '- {type: redis, "password" : "SECRET"}\n bad: [',
+        "- {type: redis, password: SECRET}\n\t- x",
+        "- {type: redis, password: more=SECRET, threads: 3}\n bad: [",
+    ],
+)
+def test_what_may_be_a_secret_in_a_config_that_is_no_yaml_is_hidden_in_the_log(lines):
+    redaction = Redaction()
+    (line,) = redaction.config(
+        f"version: 1\nprimary: {{capacity: 1MiB}}\nsecondary:\n{lines.replace('SECRET', CANARY)}\n"
+    )
+    assert "it is no YAML" in line
+    assert redaction.apply(f"refused <{CANARY}>") == "refused <***>"
+    for kept in ("redis: 3 threads, region of 1MiB", "redis://h:1 does not answer"):
+        assert redaction.apply(kept) == kept
+
+
+def test_a_config_whose_aliases_stand_for_millions_of_values_is_left_out():
+    text = "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(20))
+    (line,) = Redaction().config(text)
+    assert "left out" in line
