@@ -43,6 +43,7 @@ __all__ = [
     "load_command",
     "load_tier",
     "open_plugin",
+    "shown_name",
 ]
 
 EVICTION_GROUP = "kvtiers.eviction"
@@ -50,6 +51,7 @@ EVICTION_GROUP = "kvtiers.eviction"
 _GROUPS = "kvtiers."
 _HOOK = "kvtiers_tier"
 _log = logging.getLogger("kvtiers.plugins")
+_NAME = re.compile(r"\w{1,40}(-[A-Za-z0-9_]{1,20}){0,3}", re.ASCII)
 _warned: set[str] = set()
 
 
@@ -73,6 +75,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def shown_name(name: str) -> str:
+    """Return a name that is not known, as a message quotes it: its length alone, if it is no name.
+
+    Else whatever stands where a name was expected would be shown, such as the lines of a file that was not meant.
+    """
+    return repr(name) if _NAME.fullmatch(name) else f"({len(name)} characters that are no name, not shown)"
 
 
 def open_plugin(plugin: TierPlugin, config: TierConfig, context: TierContext, kind: type[Any]) -> Any:
@@ -182,7 +192,7 @@ def _find(group: str, name: str, what: str) -> EntryPoint:
     if not matching:
         known = sorted({entry.name for entry in entries})
         installed = f"Installed {_plural(what)}: {', '.join(known)}." if known else f"No {what} is installed."
-        raise TierPluginError(f"unknown {what} {name!r}.{did_you_mean(name, known)} {installed}")
+        raise TierPluginError(f"unknown {what} {shown_name(name)}.{did_you_mean(name, known)} {installed}")
     if len(matching) > 1:
         claims = " and ".join(distribution_of(entry) for entry in matching)
         raise TierPluginError(f"{what} {name!r} is claimed by {claims}; uninstall all but one of them")

@@ -16,7 +16,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias, get_args
 from urllib.parse import quote, unquote
 
@@ -25,6 +24,7 @@ from pydantic import BaseModel
 
 from kvtiers.api import ConfigError, Secret, TierConfig, TierPluginError
 from kvtiers.api.config import expand_variables
+from kvtiers.api.files import read_file
 from kvtiers.config import OffloadConfig
 from kvtiers.config.options import models_in
 from kvtiers.config.yaml_text import parse_yaml
@@ -218,7 +218,7 @@ class Redaction:
         match value:
             case {"file": str(path), **rest} if not rest and not _MAY_BE_A_KEY.fullmatch(path):
                 with contextlib.suppress(OSError, ValueError):
-                    self._remember_key(Path(expand_variables(path)).read_bytes())
+                    self._remember_key(read_file(expand_variables(path)))
                 return value
             case {"env": str(name), **rest} if not rest and not _MAY_BE_A_KEY.fullmatch(name):
                 self._remember_key(os.environb.get(name.encode(), b""))
@@ -252,7 +252,7 @@ class Redaction:
                 return value
             case {"file": str(path), **rest} if not rest:
                 with contextlib.suppress(OSError, ValueError):  # then it is in no log either
-                    self._remember(Path(expand_variables(path)).read_text(encoding="utf-8").strip())
+                    self._remember(read_file(expand_variables(path)).decode("utf-8").strip())
                 return value
             case str() if _VARIABLE.fullmatch(value):
                 self._remember(value)
