@@ -1,6 +1,11 @@
 """``kvtiers report``: everything that a bug report needs, no secret, and nothing written before it was seen."""
 
+import contextlib
 import json
+import os
+import re
+import socket
+import time
 
 import pytest
 import yaml
@@ -149,12 +154,31 @@ def test_how_many_lines_of_requests_are_left_out_is_said_if_there_are_any(report
 
 def test_what_an_engine_says_of_itself_has_its_histograms_in_one_line_each(report, monkeypatch):
     said = {"name": "x", "tiers": ["a"], "latency": {"count": 3, "buckets": [0, 1, 2.5, 1e-09]}}
-    monkeypatch.setattr("kvtiers.cli.report.running", lambda: ["x"])
-    monkeypatch.setattr("kvtiers.cli.report.ask_engine", lambda _name: said)
+    monkeypatch.setattr("kvtiers.cli.report.ask_all", lambda: [("x", said, "")])
     text = report(answer="n\n").output
     assert '  "buckets": [ 0, 1, 2.5, 1e-09 ]' in text
     _, _, engines = text.partition("== running engines\n")
     assert json.loads(engines.partition("\n\n")[0]) == said
+
+
+def test_engines_that_do_not_answer_are_waited_for_side_by_side(report):
+    with contextlib.ExitStack() as closing:
+        for number in range(12):
+            hangs = closing.enter_context(socket.socket(socket.AF_UNIX))
+            hangs.bind(f"\0kvtiers-status-{os.getpid()}-{number}-0")
+            hangs.listen()
+        began = time.monotonic()
+        text = report(answer="n\n").output
+    assert text.count("no answer: ") >= 12
+    assert time.monotonic() - began < 12 * 2.0  # what they take one after the other
+
+
+@pytest.mark.parametrize("arguments", [("FIFO",), ("--log", "FIFO")])
+def test_a_config_and_a_log_that_never_answer_are_one_line(report, tmp_path, arguments):
+    os.mkfifo(tmp_path / "fifo")
+    done = report(*(word.replace("FIFO", "fifo") for word in arguments))
+    assert done.exit_code == 2
+    assert re.fullmatch("error: fifo: .*expected a regular file.*\n", done.output)
 
 
 def test_without_a_terminal_nothing_is_written_unless_it_is_said(report, tmp_path):

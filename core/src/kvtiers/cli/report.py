@@ -15,12 +15,12 @@ import click
 
 from kvtiers.api import ConfigError
 from kvtiers.api.units import format_size
+from kvtiers.cli.engines import ask_all
 from kvtiers.cli.machine import Machine
 from kvtiers.cli.output import file_to_write, write_file
 from kvtiers.cli.redaction import Redaction
 from kvtiers.cli.versions import library_versions, version_lines
 from kvtiers.config import read_config
-from kvtiers.status import ask_engine, running
 
 __all__ = ["report"]
 
@@ -122,12 +122,12 @@ def _output(command: list[str]) -> list[str]:
 
 
 def _engines() -> Iterator[str]:
-    for name in running():
-        try:
-            text = json.dumps(ask_engine(name), indent=1)
-            yield from _NUMBERS.sub(lambda found: " ".join(found[0].split()), text).splitlines()
-        except (OSError, ValueError) as error:
+    for name, answer, error in ask_all():
+        if error:
             yield f"{name}: no answer: {error}"
+        else:
+            text = json.dumps(answer, indent=1)
+            yield from _NUMBERS.sub(lambda found: " ".join(found[0].split()), text).splitlines()
 
 
 def _last_lines(log: Path, lines: int) -> list[str]:
