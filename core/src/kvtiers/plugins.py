@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, requires
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +51,7 @@ EVICTION_GROUP = "kvtiers.eviction"
 _GROUPS = "kvtiers."
 _HOOK = "kvtiers_tier"
 _log = logging.getLogger("kvtiers.plugins")
+_OWN_TIER = re.compile(r"(kvtiers-([\w-]+))\b.*extra == ['\"]tiers['\"]")
 _NAME = re.compile(r"\w{1,40}(-[A-Za-z0-9_]{1,20}){0,3}", re.ASCII)
 _warned: set[str] = set()
 
@@ -191,12 +192,25 @@ def _find(group: str, name: str, what: str) -> EntryPoint:
     matching = [entry for entry in entries if entry.name == name]
     if not matching:
         known = sorted({entry.name for entry in entries})
+        others = _not_installed() if group == ENTRY_POINT_GROUP else {}
+        if name in others:
+            comes_with = f"comes with {others[name]}, which is not installed: pip install {others[name]}"
+            raise TierPluginError(f"{what} {name!r} {comes_with}")
         installed = f"Installed {_plural(what)}: {', '.join(known)}." if known else f"No {what} is installed."
-        raise TierPluginError(f"unknown {what} {shown_name(name)}.{did_you_mean(name, known)} {installed}")
+        hint = did_you_mean(name, {*known, *others})
+        raise TierPluginError(f"unknown {what} {shown_name(name)}.{hint} {installed}")
     if len(matching) > 1:
         claims = " and ".join(distribution_of(entry) for entry in matching)
         raise TierPluginError(f"{what} {name!r} is claimed by {claims}; uninstall all but one of them")
     return matching[0]
+
+
+def _not_installed() -> dict[str, str]:
+    """Return the distributions with tiers that belong to this one, by the tier type: its own metadata names them."""
+    with contextlib.suppress(PackageNotFoundError):
+        found = (_OWN_TIER.match(line) for line in requires("kvtiers") or ())
+        return {match[2]: match[1] for match in found if match}
+    return {}
 
 
 def _plural(what: str) -> str:

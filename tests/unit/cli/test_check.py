@@ -213,6 +213,17 @@ def test_offline_opens_nothing_and_looks_at_no_machine(run, config, store):
     assert len(result.stdout.splitlines()) == 2
 
 
+@pytest.mark.parametrize("offline", [("--offline",), ()])
+def test_a_capacity_whose_unit_was_forgotten_is_an_error(run, config, store, offline):
+    tier = store(opened="raise AssertionError", options="capacity: Size = 2**30")
+    result = run("check", config(f"{{type: {tier}, capacity: 500}}", capacity="64"), *offline)
+    assert result.exit_code == 1
+    found = [line for line in errors(result) if "did you mean" in line.lower()]
+    assert "primary.capacity: 64B holds no chunk of any model. Did you mean 64GiB?" in found[0]
+    assert "capacity: 500B holds no chunk of any model. Did you mean 500GiB?" in found[1]
+    assert "write the unit" in found[0]
+
+
 def test_a_capacity_that_the_machine_has_not_is_an_error(run, config):
     result = run("check", config(capacity="900PiB"))
     assert result.exit_code == 1
