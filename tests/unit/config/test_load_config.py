@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvtiers.api import ConfigError
 from kvtiers.config import ModelConfig, load_config
@@ -95,6 +96,19 @@ def test_load_wait_is_auto_or_a_duration(written, seconds):
 def test_the_models_identity_is_what_was_given():
     model = ModelConfig(name="llama", revision="0e9e39f", kv_dtype="bfloat16")
     assert model.identity() == {"name": "llama", "weights": "0e9e39f", "kv_dtype": "bfloat16"}
+
+
+def test_a_plugin_s_own_check_that_fails_is_one_line(distributions):
+    options = """
+place: str = ""
+
+def model_post_init(self, context):
+    raise RuntimeError("no home directory")
+"""
+    distributions.tier("odd", options=options)
+    (line,) = problems({**yaml.safe_load(MINIMAL), "secondary": [{"type": "odd"}]})
+    said = "RuntimeError: no home directory"
+    assert line == f"config: secondary[0] (odd): its options cannot be checked, by the plugin's fault: {said}"
 
 
 # Files that are no config at all

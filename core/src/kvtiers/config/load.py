@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
+from kvtiers._failures import error_text
 from kvtiers.api import ConfigError, TierConfig, TierPluginError
 from kvtiers.api.config import HOST_OPTIONS, expand_variables
 from kvtiers.api.files import read_file
@@ -209,6 +210,8 @@ def _tier(entry: Any) -> TierConfig:
         tier = plugin.config.model_validate(dict(entry))
     except ValidationError as error:
         raise ConfigError(problems_in(error, plugin.config, entry)) from None
+    except Exception as error:
+        raise ConfigError(f"its options cannot be checked, by the plugin's fault: {error_text(error)}") from error
     if plugin.kind == "manager" and (names := _without_effect(tier)):
         raise ConfigError(
             f"{', '.join(names)}: no effect here: a tier of this type moves its values by itself, in the engine's "
