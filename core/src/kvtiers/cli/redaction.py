@@ -10,6 +10,7 @@ name beside it. A config that is no YAML is left out, but what may be a secret i
 """
 
 import base64
+import bisect
 import contextlib
 import itertools
 import json
@@ -96,6 +97,7 @@ _NO_VALUE = re.compile(
 )
 _MAY_BE_A_KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=?|[0-9A-Fa-f]{64}")
 _PIECE = re.compile(r"[^\s,;&|()\[\]{}<>\"'\\]+")
+_MOST_LINES = 100  # of a secret's value, in a config that is no YAML
 _OF_KEYS = frozenset({"key", "encryption"})
 _PLACE = re.compile(r"line \d+")
 # In a config that is no YAML: an option's name, not the scheme of a URL.
@@ -142,7 +144,7 @@ class Redaction:
             case list():
                 return [self._cleaned(part, models, secret_options) for part in value]
             case str():
-                if user := _USER_OF_ALL.search(value):
+                if user := _user_of_all(value):
                     self._remember_user(user[0])
                     value = _USER_OF_ALL.sub(_HIDDEN, value)
                 _without_secrets(value, self._remember_hidden)
@@ -155,21 +157,28 @@ class Redaction:
         What stands behind a secret's name, or behind one that is no option (it may have a typo), and users in URLs.
         """
         known = _option_names(_ITS_TYPE.findall(text))
-        lines = text.splitlines()
+        lines, block = text.splitlines(), 0  # where the last value of several lines ends
         for number, line in enumerate(lines):
             _without_secrets(line, self._remember_hidden)
-            if user := _USER_OF_ALL.search(line) if "://" in line else None:
+            if "://" in line and (user := _user_of_all(line)):
                 self._remember_user(user[0])
-            for option in _AN_OPTION.finditer(line):
-                name, value = option[1], line[option.end() :]
-                is_secret = name in _OF_KEYS or _is_secret(name)
+            options = list(_AN_OPTION.finditer(line))
+            stops = [it.start() for it in options if it[1] in known or _may_be_secret(it[1])]
+            done = 0
+            for option in options:
+                name, start, end = option[1], option.end(), len(line)
+                if option.start() < done:  # in a value that has been dealt with
+                    continue
                 if name not in _OF_KEYS:  # whose value may be a mapping; that of others ends with the next option
-                    following = (it for it in _AN_OPTION.finditer(value) if it[1] in known)
-                    value = value[: next((it.start() for it in following), len(value))]
-                if is_secret and not _PIECE.search(value.strip("|>-+ \t")):
-                    value = " ".join(_indented_more(lines[number + 1 :], line))
+                    following = bisect.bisect_left(stops, start)
+                    end = stops[following] if following < len(stops) else end
+                value, is_secret = line[start:end], _may_be_secret(name)
+                if is_secret and number >= block and not _PIECE.search(value.strip("|>-+ \t")):
+                    below = [*_indented_more(lines[number + 1 : number + _MOST_LINES], line)]
+                    value, block = " ".join(below), number + len(below)
                 if (is_secret or name not in known) and not _PLAIN.fullmatch(value.strip("'\" \t,]}")):
                     self._remember_hidden(value)
+                    done = end
 
     def _remember_hidden(self, text: str) -> None:
         """Remember a text that was hidden, and each longer word in it: a header has a scheme, a list several values."""
@@ -369,6 +378,14 @@ def _texts(value: Any) -> Iterator[str]:
 def _is_secret(name: str) -> bool:
     plain = re.sub(r"[- ]|(?<=[a-z0-9])(?=[A-Z])", "_", name.strip("-"))
     return not _NOT.fullmatch(plain) and bool(_NAME.search(plain))
+
+
+def _user_of_all(text: str) -> re.Match[str] | None:
+    return _USER_OF_ALL.search(text) if "@" in text else None  # else each "://" in it looks for one to its end
+
+
+def _may_be_secret(name: str) -> bool:
+    return name in _OF_KEYS or _is_secret(name)
 
 
 def _models_of(tier_type: object) -> _Models:
