@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import threading
+import time
 
 import pytest
 
@@ -37,6 +38,14 @@ def control(tmp_path):
     manager.shutdown()
 
 
+def wait_for(caplog, text):
+    """Wait until this is in the log: an engine's lines are handed on by a thread of their own."""
+    until = time.monotonic() + 60
+    while text not in caplog.text:
+        assert time.monotonic() < until, f"{text!r} is not logged"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -61,6 +70,7 @@ def test_the_text_of_a_file_that_is_no_config_is_in_no_answer_log_or_status(cont
             send_command(control.name, action, 30, config=str(file), **more)
         assert str(file) in str(caught.value)
         assert CANARY not in str(caught.value)
+        wait_for(caplog, f": {action} config=")
     assert str(file) in caplog.text
     assert CANARY not in caplog.text
     assert CANARY not in json.dumps(list(control.latest))
@@ -70,7 +80,7 @@ def test_what_is_logged_of_a_refused_file_is_which_one_and_not_what_it_has(contr
     (tmp_path / "other").write_text("hunter2: 1\nversion: 1\n")
     with caplog.at_level(logging.INFO), pytest.raises(CommandRefused, match="unknown option 'hunter2'"):
         send_command(control.name, "reload", 30, config=str(tmp_path / "other"))
-    assert "is no config that can be used: 2 problems; nothing was changed" in caplog.text
+    wait_for(caplog, "is no config that can be used: 2 problems; nothing was changed")
     assert "hunter2" not in caplog.text
     assert "hunter2" not in json.dumps(list(control.latest))
 
