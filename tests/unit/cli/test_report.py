@@ -213,16 +213,16 @@ from kvtiers.api import Secret, TierConfig, TierPlugin, hookimpl
 
 class Config(TierConfig):
     plate: Secret | None = Field(default=None, description="x")
-    place: str = Field(default="", description="x")
+    shelf: str = Field(default="", description="x")
 
 @hookimpl
 def kvtiers_tier():
     return TierPlugin(name="car", kind="store", config=Config, open=print, api_version=1)
 """
     distributions.install_tier("car", source)
-    text = "\n".join(Redaction().config(f"secondary: [{{type: car, plate: {CANARY}, place: here}}]"))
+    text = "\n".join(Redaction().config(f"secondary: [{{type: car, plate: {CANARY}, shelf: here}}]"))
     assert CANARY not in text
-    assert "place: here" in text
+    assert "shelf: here" in text
 
 
 def test_there_are_secret_options():
