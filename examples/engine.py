@@ -1,18 +1,21 @@
 """A whole small engine around kvtiers: the calls that a real one makes, in their order.
 
-It "computes" KV by writing bytes into two numpy tensors, and asks kvtiers first. Run it twice in one go::
+It "computes" KV by writing bytes into two numpy tensors, and asks kvtiers first. Its tier, ``memory``, is in
+``plugins/example_tier``::
 
+    pip install ./core ./plugins/example_tier
     python examples/engine.py
 """
 
 import hashlib
+import sys
 from collections.abc import Callable
 
 import numpy as np
 
 import kvtiers
 from kvtiers import BlockSpec, CacheLayout, KVGroup, KVTensor, ModelIdentity, RequestContext
-from kvtiers.api import make_offload_key
+from kvtiers.api import ConfigError, make_offload_key
 
 TOKENS_PER_BLOCK, PAGE_BYTES, NUM_BLOCKS = 16, 8192, 64
 
@@ -88,7 +91,10 @@ class Engine:
 
 def main() -> None:
     """Serve one prompt three times: computed, from the primary, and from the tier after the primary was emptied."""
-    engine = Engine()
+    try:
+        engine = Engine()
+    except ConfigError as error:  # such as that its tier is not installed
+        sys.exit(f"{error}\nThe tier 'memory' is installed by: pip install ./plugins/example_tier")
     prompt = list(range(20 * TOKENS_PER_BLOCK))
     print("first time:       ", engine.serve("a", prompt), "blocks were there")
     print("second time:      ", engine.serve("b", prompt), "blocks were there")

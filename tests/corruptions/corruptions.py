@@ -427,7 +427,18 @@ def fs_slab_tier(folder, _s3):
 @contextlib.contextmanager
 def redis_tier(folder, _s3):
     port = free_port()
-    command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(folder)]
+    command = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "redis-server",
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--dir",
+        str(folder),
+    ]
     with served(command, lambda: listens(port)):
         keys = RedisKeys(port)
         yield {"url": f"redis://127.0.0.1:{port}"}, lambda _: keys

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -152,6 +153,10 @@ def line(**changes):
         (line(action="warm-keys", tier=..., to=..., id=1, prefixes=[["0"]]), "'prefixes' is no list of lists of"),
         (line(action="warm-keys", tier=..., to=..., id=1, prefixes=[], last=1), "'last' is 1; expected true or false"),
         (line(action="warm-keys", tier=..., to=..., id=9, prefixes=[]), "there is no warm-up 9: it is over, or"),
+        (line(action="warm", tier="a", to=..., most_bytes=10**400), "'most_bytes' is 1000000000000"),
+        (line(action="warm-keys", tier=..., to=..., id=10**400), "'id' is 1000000000000"),
+        (line(action="warm-keys", tier=..., to=..., id=math.nan), "'id' is nan; expected a number"),
+        (line(seconds=10**400), "a command whose seconds are 1000000000000"),
         (line(action="warm", tier="b", to=...), "there is no tier 'b'; this engine has a"),
         (line(action="clear", tier=..., to=...), "give one of fingerprint, model and tenant; nothing was changed"),
         (line(action="clear", tier=..., to=..., tenant="x"), "this engine's config has no 'tenants', so no chunk is"),
@@ -199,6 +204,22 @@ def test_a_command_is_logged_with_its_sender_its_time_and_its_outcome(stepping, 
     first, second = control.latest
     assert before <= first["at"] <= second["at"] <= time.time()
     assert (first["uid"], first["pid"]) == (os.getuid(), os.getpid())
+
+
+def test_what_is_kept_of_commands_is_short_and_in_one_line_whatever_was_sent(serve):
+    def refuse(request):
+        raise CommandRefused("\U0001f600" * 10_000)
+
+    def applied(request):
+        return "applied: one\nnot applied: two", {}
+
+    control = serve({"refuse": refuse, "applied": applied})
+    assert send_command(control.name, "applied", 60)[0] == "applied: one\nnot applied: two"
+    assert control.latest[0]["outcome"] == "applied: one; not applied: two"
+    for number in range(20):
+        with pytest.raises(CommandRefused):
+            send_command(control.name, ("refuse", "\ud800" * 10_000)[number % 2], 60)
+    assert len(json.dumps(list(control.latest))) < 500_000
 
 
 _CLIENT = """

@@ -640,3 +640,11 @@ def test_what_did_not_come_and_why_stands_before_any_advice(serve):
     said = f"  fs: of 205 chunks that it said it has, none could be read: {reasons}"
     assert lines.index(said) < lines.index("  fs: raise it")
     assert not any("could be read" in line for line in shown(serve, {"loaded_chunks": 200, "failed_loads": 5}))
+
+
+def test_an_answer_that_would_be_too_long_to_be_read_still_says_where_commands_go(serve):
+    long = {"commands": [{"outcome": "x" * 100_000}] * 20, "control": "there"}
+    said = ask(serve(answer(fs=TIER) | long).name)
+    assert "commands" not in said
+    assert said["control"] == "there"
+    assert said["tiers"] == {"fs": TIER}

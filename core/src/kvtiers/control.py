@@ -20,7 +20,6 @@ the engine's       works on what was posted to its ``CommandQueue``; never waits
 import contextlib
 import json
 import logging
-import math
 import os
 import secrets
 import socket
@@ -52,6 +51,9 @@ _BACKLOG = 256
 _PAUSE_SECONDS = 0.1
 _REMEMBERED = 20
 _LONGEST_NOTE = 500
+_LONGEST_ERROR = 4000
+_LONGEST_VALUE = 80
+_LARGEST_NUMBER = 1e18  # a second's bytes, more than any machine moves; what is larger may not even be a float
 _UNNOTED = frozenset({"warm-keys"})  # which come all the time; the begin and the end of a warm-up are noted
 _process = secrets.token_hex(4)
 _numbers = iter(range(1 << 62))
@@ -76,7 +78,7 @@ class Request:
         """Return an argument that is a text; CommandRefused if it is missing or is none."""
         value = self._arguments.pop(name, None)
         if not isinstance(value, str) or not value:
-            raise CommandRefused(f"{name!r} is {value!r}; expected a text")
+            raise CommandRefused(f"{name!r} is {_shown(value)}; expected a text")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float | None:
@@ -84,8 +86,8 @@ class Request:
         value = self._arguments.pop(name, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise CommandRefused(f"{name!r} is {value!r}; expected a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST_NUMBER:
+            raise CommandRefused(f"{name!r} is {_shown(value)}; expected a number")
         return value
 
     def whole(self, name: str) -> int:
@@ -99,7 +101,7 @@ class Request:
         """Return an argument that is true or false; False where it is not given."""
         value = self._arguments.pop(name, False)
         if not isinstance(value, bool):
-            raise CommandRefused(f"{name!r} is {value!r}; expected true or false")
+            raise CommandRefused(f"{name!r} is {_shown(value)}; expected true or false")
         return value
 
     def keys(self, name: str) -> list[list[OffloadKey]]:
@@ -117,7 +119,8 @@ class Request:
     def end(self) -> None:
         """Refuse arguments that the action does not have, such as those of a later release."""
         if self._arguments:
-            raise CommandRefused(f"this engine's release has no argument {', '.join(map(repr, self._arguments))}")
+            names = ", ".join(_shown(name) for name in self._arguments)
+            raise CommandRefused(f"this engine's release has no argument {names}")
 
 
 class ControlSocket:
@@ -186,9 +189,11 @@ class ControlSocket:
             what = " ".join([action, *(f"{name}={value!r}" for name, value in arguments.items())])[:_LONGEST_NOTE]
             answer = self._do(action, Request(arguments, time.monotonic() + seconds))
         except CommandRefused as refusal:
-            answer = {"error": str(refusal)}
-        if "error" in answer or action not in _UNNOTED:
-            self._note(pid, uid, what, f"refused: {answer['error']}" if "error" in answer else answer["text"])
+            answer = {"error": str(refusal)[:_LONGEST_ERROR]}
+            self._note(pid, uid, what, f"refused: {refusal.logged}")
+            return answer
+        if action not in _UNNOTED:
+            self._note(pid, uid, what, answer["text"])
         return answer
 
     def _do(self, action: str, request: Request) -> dict[str, Any]:
@@ -203,12 +208,12 @@ class ControlSocket:
 
     def _action(self, name: str) -> Action:
         if name not in self._actions:
-            raise CommandRefused(f"this engine has no action {name!r}; it has {', '.join(self._actions)}")
+            raise CommandRefused(f"this engine has no action {_shown(name)}; it has {', '.join(self._actions)}")
         return self._actions[name]
 
     def _note(self, pid: int, uid: int, what: str, said: str) -> None:
         """Log a command: by whom, when, what, and what came of it."""
-        now = time.time()
+        now, said = time.time(), said.replace("\n", "; ")[:_LONGEST_NOTE]
         self.latest.append({"at": now, "uid": uid, "pid": pid, "command": what, "outcome": said})
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
         _log.warning(
@@ -217,7 +222,7 @@ class ControlSocket:
             uid,
             pid,
             _printable(what),
-            _printable(said.replace("\n", "; ")),
+            _printable(said),
         )
 
 
@@ -290,12 +295,12 @@ def _parse(line: bytes) -> tuple[str, dict[str, Any], float]:
         raise CommandRefused("a command that is no JSON object")
     number = command.pop("kvtiers_control", None)
     if number != CONTROL_FORMAT:
-        raise CommandRefused(f"a command of format {number!r}; this engine's release has format {CONTROL_FORMAT}")
+        raise CommandRefused(f"a command of format {_shown(number)}; this engine's release has format {CONTROL_FORMAT}")
     action, seconds = command.pop("action", None), command.pop("seconds", None)
     if not isinstance(action, str):
-        raise CommandRefused(f"a command whose action is {action!r}")
+        raise CommandRefused(f"a command whose action is {_shown(action)}")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _MOST_SECONDS:
-        raise CommandRefused(f"a command whose seconds are {seconds!r}; expected 0 to {_MOST_SECONDS:g}")
+        raise CommandRefused(f"a command whose seconds are {_shown(seconds)}; expected 0 to {_MOST_SECONDS:g}")
     return action, command, float(seconds)
 
 
@@ -312,6 +317,12 @@ def _read_line(connection: socket.socket, until: float) -> bytes:
             break
         line += data
     return bytes(line)
+
+
+def _shown(value: object) -> str:
+    """Return a value that a client has sent, as a line about it quotes it."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

@@ -56,6 +56,7 @@ class LiveEngine:
         self._configs = {tier.tier_name: tier for tier in config.secondary}
         self._next_index = len(config.secondary)
         self._one = threading.Lock()  # of commands that change what this class has
+        self._reading = threading.Lock()  # of those, who reads a file, which may be on a file system that hangs
 
     def limit(self, name: str, changes: Mapping[str, Any], in_step: InStep) -> Mapping[str, Any]:
         """Give a tier other threads, or another rate limit."""
@@ -66,8 +67,8 @@ class LiveEngine:
 
     def reload(self, path: str, in_step: InStep) -> Mapping[str, Any]:
         """Apply the live options of the config's file, or of the one given; return those, and a line for each other."""
+        config = self._read(path)
         with self._one_at_a_time():
-            config = self._read(path)
             found = list(self._differing(config))
             applied = [name for name, why in found if not why]
             refused = [f"{name}: {why}" for name, why in found if why]
@@ -86,8 +87,9 @@ class LiveEngine:
 
     def attach(self, name: str, path: str, in_step: InStep) -> Mapping[str, Any]:
         """Add the tier of this name in the config's file, at its place in the file's order."""
+        file = self._read(path)
         with self._one_at_a_time():
-            slot, place, config = self._built(name, path)
+            slot, place, config = self._built(name, file)
             was_added = False
 
             def add() -> dict[str, Any]:
@@ -131,22 +133,24 @@ class LiveEngine:
     # -- inside
 
     def _one_at_a_time(self) -> "_OneAtATime":
-        return _OneAtATime(self._one)
+        return _OneAtATime(self._one, "another command changes the engine's options or tiers")
 
     def _read(self, path: str) -> OffloadConfig:
         source = path or self._config.source
         if not source:
             raise CommandRefused("this engine's config was no file; give one: --config FILE")
         try:
-            return load_config(source)
+            with _OneAtATime(self._reading, "another command still reads a config's file"):
+                return load_config(source)
         except ConfigError as error:
-            more = f" (and {len(error.problems) - 1} more: 'kvtiers check {source}')" if len(error.problems) > 1 else ""
-            raise CommandRefused(f"{error.problems[0]}{more}; nothing was changed") from None
+            count = len(error.problems)
+            more = f" (and {count - 1} more: 'kvtiers check {source}')" if count > 1 else ""
+            logged = f"{source} is no config that can be used: {count} problem{'s' * (count > 1)}; nothing was changed"
+            raise CommandRefused(f"{error.problems[0]}{more}; nothing was changed", logged) from None
 
-    def _built(self, name: str, path: str) -> tuple[Any, int, TierConfig]:
+    def _built(self, name: str, config: OffloadConfig) -> tuple[Any, int, TierConfig]:
         if name in self._configs:
             raise CommandRefused(f"the tier {name!r} is attached already")
-        config = self._read(path)
         order = [tier.tier_name for tier in config.secondary]
         if name not in order:
             raise CommandRefused(
@@ -260,12 +264,12 @@ class LiveEngine:
 class _OneAtATime:
     """A lock that is refused, not waited for."""
 
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
+    def __init__(self, lock: threading.Lock, otherwise: str) -> None:
+        self._lock, self._otherwise = lock, otherwise
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise CommandRefused("another command changes the engine's options or tiers; try again")
+            raise CommandRefused(f"{self._otherwise}; try again")
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, requires
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +43,7 @@ __all__ = [
     "load_command",
     "load_tier",
     "open_plugin",
+    "shown_name",
 ]
 
 EVICTION_GROUP = "kvtiers.eviction"
@@ -50,6 +51,8 @@ EVICTION_GROUP = "kvtiers.eviction"
 _GROUPS = "kvtiers."
 _HOOK = "kvtiers_tier"
 _log = logging.getLogger("kvtiers.plugins")
+_OWN_TIER = re.compile(r"(kvtiers-([\w-]+))\b.*extra == ['\"]tiers['\"]")
+_NAME = re.compile(r"\w{1,40}(-[A-Za-z0-9_]{1,20}){0,3}", re.ASCII)
 _warned: set[str] = set()
 
 
@@ -73,6 +76,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def shown_name(name: str) -> str:
+    """Return a name that is not known, as a message quotes it: its length alone, if it is no name.
+
+    Else whatever stands where a name was expected would be shown, such as the lines of a file that was not meant.
+    """
+    return repr(name) if _NAME.fullmatch(name) else f"({len(name)} characters that are no name, not shown)"
 
 
 def open_plugin(plugin: TierPlugin, config: TierConfig, context: TierContext, kind: type[Any]) -> Any:
@@ -181,12 +192,25 @@ def _find(group: str, name: str, what: str) -> EntryPoint:
     matching = [entry for entry in entries if entry.name == name]
     if not matching:
         known = sorted({entry.name for entry in entries})
+        others = _not_installed() if group == ENTRY_POINT_GROUP else {}
+        if name in others:
+            comes_with = f"comes with {others[name]}, which is not installed: pip install {others[name]}"
+            raise TierPluginError(f"{what} {name!r} {comes_with}")
         installed = f"Installed {_plural(what)}: {', '.join(known)}." if known else f"No {what} is installed."
-        raise TierPluginError(f"unknown {what} {name!r}.{did_you_mean(name, known)} {installed}")
+        hint = did_you_mean(name, {*known, *others})
+        raise TierPluginError(f"unknown {what} {shown_name(name)}.{hint} {installed}")
     if len(matching) > 1:
         claims = " and ".join(distribution_of(entry) for entry in matching)
         raise TierPluginError(f"{what} {name!r} is claimed by {claims}; uninstall all but one of them")
     return matching[0]
+
+
+def _not_installed() -> dict[str, str]:
+    """Return the distributions with tiers that belong to this one, by the tier type: its own metadata names them."""
+    with contextlib.suppress(PackageNotFoundError):
+        found = (_OWN_TIER.match(line) for line in requires("kvtiers") or ())
+        return {match[2]: match[1] for match in found if match}
+    return {}
 
 
 def _plural(what: str) -> str:

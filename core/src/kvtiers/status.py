@@ -85,6 +85,7 @@ _LATER_NUMBERS = (
     "saved_seconds",
 )
 """What an engine that started before an upgrade may not say."""
+_LONG_PARTS = ("commands", "what_if", "stats", "")  # of an answer, in the order in which they are left out
 _OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "rows", "free_rows")
 _NO_ANSWER = "what it says is no engine's answer"
 _ENDED = ("answers again", "works again", "takes values again", "fast enough again", "its loads succeed again")
@@ -153,7 +154,13 @@ class StatusSocket:
 
     def _answer(self) -> bytes:
         with logged_boundary(_log, "kvtiers status cannot be answered; a bug of kvtiers") as answering:
-            return json.dumps(self._status(), default=str).encode()
+            status = self._status()
+            for part in _LONG_PARTS:
+                answer = json.dumps(status, default=str).encode()
+                if len(answer) <= _LARGEST_ANSWER:
+                    break
+                status.pop(part, None)  # else a client reads nothing, not even where commands go
+            return answer
         return json.dumps({"error": answering.error}).encode()
 
 

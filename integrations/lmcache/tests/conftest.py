@@ -91,7 +91,20 @@ def free_port() -> int:
 
 @contextmanager
 def redis_server(port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(folder), "--bind", "127.0.0.1"]
+    command = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "redis-server",
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--dir",
+        str(folder),
+        "--bind",
+        "127.0.0.1",
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             until = time.monotonic() + 30

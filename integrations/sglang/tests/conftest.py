@@ -90,7 +90,18 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--save", "", "--dir", str(self._folder)]
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "redis-server",
+            "--port",
+            str(self.port),
+            "--save",
+            "",
+            "--dir",
+            str(self._folder),
+        ]
         self._process = subprocess.Popen([*command, "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL)
         until = time.monotonic() + 60
         while True:

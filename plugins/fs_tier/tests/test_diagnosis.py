@@ -43,7 +43,10 @@ def test_a_capacity_that_the_disk_cannot_hold(folder, mounted):
 
 def test_less_free_space_than_is_to_be_left(folder, mounted):
     mounted("tmpfs", "size=8m,mode=0700")
-    the("warning", "nothing is written", findings(folder.open(capacity="4MiB", min_free="1GiB")))
+    found = findings(folder.open(capacity="4MiB", min_free="1GiB"))
+    the("warning", "nothing is written", found)
+    (fix,) = (finding.fix for finding in found if "nothing is written" in finding.text)
+    assert fix == "lower min_free: the whole file system has 8MiB"
 
 
 def test_too_few_inodes(folder, mounted):

@@ -88,7 +88,8 @@ class Master:
 
     def start(self) -> "Master":
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            command = ["setpriv", "--pdeathsig", "KILL", *self._command]  # ends with the tests' process
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             wait_until(self._answers, f"the master on port {self.port}")
         except BaseException:
@@ -125,7 +126,9 @@ class SegmentOwner:
 
     def __init__(self, master: str, segment: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SEGMENT_OWNER, master, str(segment)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", _SEGMENT_OWNER, master, str(segment)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert self._process.stdout is not None
         try:

@@ -79,7 +79,8 @@ class Server:
 
     def start(self) -> "Server":
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen([self._binary, *self._options], stdout=log, stderr=log)
+            command = ["setpriv", "--pdeathsig", "KILL", self._binary, *self._options]  # ends with the tests' process
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
         wait_until(self.answers, f"{self._binary} on port {self.port}")
         return self
 

@@ -22,7 +22,7 @@ def valkey(tmp_path):
         port = free.getsockname()[1]
     command = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["valkey"]["command"]
     arguments = [*command[1:], "--bind", "127.0.0.1", "--port", str(port), "--dir", str(tmp_path)]
-    with subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL) as server:
+    with subprocess.Popen(["setpriv", "--pdeathsig", "KILL", binary, *arguments], stdout=subprocess.DEVNULL) as server:
         try:
             until = time.monotonic() + 60
             while not answers(port):

@@ -3,8 +3,12 @@
 # ruff: noqa: E501 -- a row of these tables is a mistake and its line, side by side
 
 import json
+import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,6 +215,42 @@ def test_offline_opens_nothing_and_looks_at_no_machine(run, config, store):
     result = run("check", config(f"{{type: {store(opened='raise AssertionError')}}}", capacity="900PiB"), "--offline")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("offline", [("--offline",), ()])
+def test_a_capacity_whose_unit_was_forgotten_is_an_error(run, config, store, offline):
+    tier = store(opened="raise AssertionError", options="capacity: Size = 2**30")
+    result = run("check", config(f"{{type: {tier}, capacity: 500}}", capacity="64"), *offline)
+    assert result.exit_code == 1
+    found = [line for line in errors(result) if "did you mean" in line.lower()]
+    assert "primary.capacity: 64B holds no chunk of any model. Did you mean 64GiB?" in found[0]
+    assert "capacity: 500B holds no chunk of any model. Did you mean 500GiB?" in found[1]
+    assert "write the unit" in found[0]
+
+
+_STRANGER = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"]
+# So that it can read the interpreter, whoever owns that.
+_STRANGER += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, and setpriv")
+def test_a_user_id_without_a_name_a_home_and_a_temporary_folder_is_enough(tmp_path, config):
+    tmp_path.chmod(0o755)
+    nobody = {**os.environ, "TMPDIR": "/nonexistent"}
+    for name in ("HOME", "USER", "LOGNAME"):
+        nobody.pop(name, None)
+
+    def check(file):
+        command = [*_STRANGER, sys.executable, "-P", "-c", "from kvtiers.cli.main import main; main()", "check", file]
+        return subprocess.run(command, cwd=tmp_path, env=nobody, check=False, capture_output=True, text=True)
+
+    done = check(config("{type: memory, capacity: 64MiB, threads: 1}"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wrote, read back, compared and deleted" in done.stdout
+    done = check(config("{type: fs, path: ~/kv, capacity: 64MiB}"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "('~' is no folder here: the user has no home, and HOME is not set)" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_capacity_that_the_machine_has_not_is_an_error(run, config):

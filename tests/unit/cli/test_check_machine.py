@@ -62,19 +62,17 @@ def test_a_machine_that_has_everything_is_well(machine):
     findings = examine(config(numa_node=1), machine())
     assert bad(findings) == []
     text = "\n".join(finding.text for finding in findings)
-    for word in ("available memory 64GiB", "kernel 6.1", "memfd", "NUMA node 1", "open files", "2026", "locked memory"):
+    for word in ("available memory 64GiB", "kernel 6.1", "memfd", "NUMA node 1", "open files", "2026"):
         assert word in text
 
 
 def test_where_another_policy_would_pay_and_which_prompts_exceed_the_budgets_is_said(machine):
     tier = {"type": "memory", "capacity": "1GiB"}
     text = "\n".join(finding.text for finding in examine(config("100GiB", (tier,)), machine()))
-    assert (
-        "'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for: on public chat "
-        "traces by up to 7 points" in text
-    )
-    assert "For your requests that is not known: 'record' the requests" in text
-    assert "7 GPU seconds of each million prompt tokens" in text
+    (lru,) = (line for line in text.splitlines() if line.startswith("eviction: lru"))
+    assert "'turn-hazard' may hit more where the primary is small" in lru
+    assert "'kvtiers plan --trace' says it of your recorded requests" in lru
+    assert len(lru) < 160
     assert (
         "budgets: 25GiB of the primary for each tier's transfers, 50GiB for all tiers together; prompts with more"
         in text
@@ -205,12 +203,9 @@ def test_memfd_that_is_forbidden_is_an_error(machine):
     assert (finding.level, finding.text) == ("error", "memfd_create failed: Operation not permitted")
 
 
-def test_locked_memory_below_the_capacity_is_a_warning(machine):
+def test_a_limit_of_locked_memory_is_left_to_the_tiers_that_lock_any(machine):
     few = limits(MEMLOCK=(8 << 20, 8 << 20))
-    (finding,) = bad(examine(config(), machine(limit=few)))
-    assert finding.level == "warning"
-    assert "8MiB" in finding.text
-    assert bad(examine(config("8MiB"), machine(limit=few))) == []
+    assert bad(examine(config(), machine(limit=few))) == []
 
 
 def test_too_few_descriptors_are_an_error_with_the_number(machine, distributions):
@@ -270,7 +265,7 @@ def test_a_real_memfd_is_tried_and_closed():
     assert open_descriptors() <= before
 
 
-@pytest.mark.parametrize(("capacity", "chunks"), [(512, 0), ("200KiB", 1), ("767KiB", 3)])
+@pytest.mark.parametrize(("capacity", "chunks"), [("4KiB", 0), ("200KiB", 1), ("767KiB", 3)])
 def test_a_primary_of_less_than_a_few_chunks_of_a_small_model_is_a_warning_with_the_sum(machine, capacity, chunks):
     [finding] = bad(examine(config(capacity), machine()))
     assert finding.level == "warning"

@@ -105,6 +105,68 @@ def test_what_goes_wrong_is_said_in_lines_without_a_traceback(error, status, lin
     assert (result.exit_code, result.stderr, result.stdout) == (status, lines, "")
 
 
+MAIN = f"{sys.executable} -c 'from kvtiers.cli.main import main; main()'"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["tiers", "--version", "chekc"])
+def test_a_command_whose_output_is_closed_ends_as_ever(command, closed):
+    done = subprocess.run(["sh", "-c", f"{MAIN} {command} {closed}"], check=False, capture_output=True, text=True)
+    assert done.returncode == {"chekc": 2}.get(command, 0)
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= (4 if command == "chekc" else 0)
+
+
+INSTALLED = """
+import sys
+sys.path.insert(0, {folder!r})
+sys.argv[1:] = [{command!r}]
+from kvtiers.cli.main import main
+main()
+"""
+
+
+def shown_with(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process with one thread, as a shell does."""
+    code = INSTALLED.format(folder=str(folder), command=command)
+    return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import time; time.sleep(1000)", "its import has not ended within 3s"),
+        ("import os; os._exit(7)", "its import ends the process with exit status 7"),
+        ("import os; os.kill(os.getpid(), 9)", "its import ends the process by signal 9"),
+        ("import no_such_library", "ModuleNotFoundError"),
+    ],
+)
+def test_the_help_has_a_line_of_each_command_however_broken_its_companion_is(distributions, source, why):
+    distributions.install("kvtiers-odd", "[kvtiers.commands]\nodd = MODULE:plugin\n", source=source)
+    done = shown_with(distributions.folder, "--help")
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "odd (unusable: command 'odd'" in text
+    assert why in text
+    assert "warm Fill a running engine's CPU memory" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import os; os._exit(7)", "its import ends the process with exit status 7"),
+        ("import no_such_library", "ModuleNotFoundError"),
+    ],
+)
+def test_the_list_of_tiers_has_a_line_of_each_however_broken_it_is(distributions, source, why):
+    distributions.install_tier("odd", source)
+    done = shown_with(distributions.folder, "tiers")
+    assert done.returncode == 1
+    assert "tier type 'odd' (kvtiers-odd 1.0)" in done.stdout
+    assert why in done.stdout
+    assert "memory: a store from kvtiers-example" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["--help", "tiers"])
 def test_an_output_that_cannot_be_written_is_one_line(command):
     code = f"import sys; sys.argv[1:] = [{command!r}]; from kvtiers.cli.main import main; main()"

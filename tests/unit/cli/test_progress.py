@@ -19,6 +19,14 @@ def test_where_it_is_is_a_plain_line_every_few_seconds_and_none_for_a_short_run(
     assert asked == [5.0, 10.5]
 
 
+def test_the_last_line_says_how_it_ended_where_there_were_others():
+    now, out = [0.0], io.StringIO()
+    with show_progress(out, lambda: now[0]) as report:
+        for now[0], text in ((5.0, "213/400"), (6.0, "380/400"), (7.0, "400/400")):
+            report(lambda text=text: text)
+    assert out.getvalue() == "213/400\n400/400\n"
+
+
 def test_on_a_terminal_it_is_a_line_that_changes():
     class Terminal(io.StringIO):
         def isatty(self):

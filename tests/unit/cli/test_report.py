@@ -1,6 +1,11 @@
 """``kvtiers report``: everything that a bug report needs, no secret, and nothing written before it was seen."""
 
+import contextlib
 import json
+import os
+import re
+import socket
+import time
 
 import pytest
 import yaml
@@ -149,12 +154,31 @@ def test_how_many_lines_of_requests_are_left_out_is_said_if_there_are_any(report
 
 def test_what_an_engine_says_of_itself_has_its_histograms_in_one_line_each(report, monkeypatch):
     said = {"name": "x", "tiers": ["a"], "latency": {"count": 3, "buckets": [0, 1, 2.5, 1e-09]}}
-    monkeypatch.setattr("kvtiers.cli.report.running", lambda: ["x"])
-    monkeypatch.setattr("kvtiers.cli.report.ask_engine", lambda _name: said)
+    monkeypatch.setattr("kvtiers.cli.report.ask_all", lambda: [("x", said, "")])
     text = report(answer="n\n").output
     assert '  "buckets": [ 0, 1, 2.5, 1e-09 ]' in text
     _, _, engines = text.partition("== running engines\n")
     assert json.loads(engines.partition("\n\n")[0]) == said
+
+
+def test_engines_that_do_not_answer_are_waited_for_side_by_side(report):
+    with contextlib.ExitStack() as closing:
+        for number in range(12):
+            hangs = closing.enter_context(socket.socket(socket.AF_UNIX))
+            hangs.bind(f"\0kvtiers-status-{os.getpid()}-{number}-0")
+            hangs.listen()
+        began = time.monotonic()
+        text = report(answer="n\n").output
+    assert text.count("no answer: ") >= 12
+    assert time.monotonic() - began < 12 * 2.0  # what they take one after the other
+
+
+@pytest.mark.parametrize("arguments", [("FIFO",), ("--log", "FIFO")])
+def test_a_config_and_a_log_that_never_answer_are_one_line(report, tmp_path, arguments):
+    os.mkfifo(tmp_path / "fifo")
+    done = report(*(word.replace("FIFO", "fifo") for word in arguments))
+    assert done.exit_code == 2
+    assert re.fullmatch("error: fifo: .*expected a regular file.*\n", done.output)
 
 
 def test_without_a_terminal_nothing_is_written_unless_it_is_said(report, tmp_path):
@@ -189,16 +213,16 @@ from kvtiers.api import Secret, TierConfig, TierPlugin, hookimpl
 
 class Config(TierConfig):
     plate: Secret | None = Field(default=None, description="x")
-    place: str = Field(default="", description="x")
+    shelf: str = Field(default="", description="x")
 
 @hookimpl
 def kvtiers_tier():
     return TierPlugin(name="car", kind="store", config=Config, open=print, api_version=1)
 """
     distributions.install_tier("car", source)
-    text = "\n".join(Redaction().config(f"secondary: [{{type: car, plate: {CANARY}, place: here}}]"))
+    text = "\n".join(Redaction().config(f"secondary: [{{type: car, plate: {CANARY}, shelf: here}}]"))
     assert CANARY not in text
-    assert "place: here" in text
+    assert "shelf: here" in text
 
 
 def test_there_are_secret_options():
@@ -399,3 +423,78 @@ def test_a_config_that_cannot_be_read_is_left_out(text):
 def test_options_that_only_look_like_secrets_stay():
     text = "secondary:\n- token_file: /run/token\n  tokens_per_block: 16\n  authority: https://login.example\n"
     assert Redaction().config(text) == text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("url", "secret"),
+    [
+        (f"https://h.example/?sv=1&sig={CANARY}", CANARY),
+        (f"rediss://h:1/0?ssl_password={CANARY}", CANARY),
+        (f"https://h.example/c?X-Amz-Security-Token={CANARY}&X-Amz-Date=1", CANARY),
+        (f"https://h.example/c?code={CANARY}", CANARY),
+        (f"https://h.example/c?bearer={CANARY}&timeout=3", CANARY),
+        (f"https://h.example/c?{CANARY}", CANARY),
+        (f"https://h.example/c#access_token={CANARY}", CANARY),
+        (f"host=h password={CANARY} dbname=d", CANARY),
+        (f"AccountName=it;AccountKey={CANARY}==;EndpointSuffix=x", CANARY),
+        (f"Authorization: Basic {CANARY}", CANARY),
+        (f"Bearer {CANARY}", CANARY),
+        ("https://h.example/c?code=one%2Ftwo%2Fthree", "one/two/three"),
+    ],
+)
+def test_what_is_hidden_by_its_form_in_the_config_is_hidden_in_the_log(url, secret):
+    redaction = Redaction()
+    text = "\n".join(redaction.config(yaml.safe_dump({"secondary": [{"type": "nowhere", "address": url}]})))
+    assert secret not in text
+    assert redaction.apply(f"the server refused <{secret}> (wrong)") == "the server refused <***> (wrong)"
+
+
+def test_a_url_keeps_the_values_of_its_query_that_are_known_to_be_harmless():
+    redaction = Redaction()
+    url = "rediss://h:1/0?db=3&socket_timeout=2&ssl_cert_reqs=none&code=abcdef"
+    assert redaction.apply(f"open {url}") == f"open {url.replace('abcdef', '***')}"
+    text = "\n".join(redaction.config(yaml.safe_dump({"secondary": [{"type": "nowhere", "url": url}]})))
+    assert "db=3&socket_timeout=2&ssl_cert_reqs=none&code=***" in text
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "- {type: redis, url: 'redis://h:1', password: SECRET}\n bad: [",
+        "- {type: redis, password: 'SECRET, threads: 3}",
+        "- type: redis\n  password:\n    SECRET\n bad: [",
+        "- type: redis\n  password: |\n    SECRET\n bad: [",
+        "- {type: redis, url: 'redis://me:SECRET@h:1'}\n bad: [",
+        "- {type: redis, url: 'redis://h:1/0?code=SECRET'}\n bad: [",
+        "- {type: redis, pasword: SECRET}\n bad: [",
+        "- {type: redis, threads: 3}\nencryption: {key: {command: [vault, --for, SECRET]}}\n bad: [",
+        "- {type: redis, password: SECRET, password: another}",
+        "- {type: redis, password: !!int SECRET}",
+        '- {type: redis, "password" : "SECRET"}\n bad: [',
+        "- {type: redis, password: SECRET}\n\t- x",
+        "- {type: redis, password: more=SECRET, threads: 3}\n bad: [",
+    ],
+)
+def test_what_may_be_a_secret_in_a_config_that_is_no_yaml_is_hidden_in_the_log(lines):
+    redaction = Redaction()
+    (line,) = redaction.config(
+        f"version: 1\nprimary: {{capacity: 1MiB}}\nsecondary:\n{lines.replace('SECRET', CANARY)}\n"
+    )
+    assert "it is no YAML" in line
+    assert redaction.apply(f"refused <{CANARY}>") == "refused <***>"
+    for kept in ("redis: 3 threads, region of 1MiB", "redis://h:1 does not answer"):
+        assert redaction.apply(kept) == kept
+
+
+def test_a_config_whose_aliases_stand_for_millions_of_values_is_left_out():
+    text = "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(20))
+    (line,) = Redaction().config(text)
+    assert "left out" in line
+
+
+@pytest.mark.parametrize("again", ["password: ", "pasword: ", "key: ", "a:", "password:\n- ", "x://", "?a", "a=b?"])
+def test_a_long_config_that_is_no_yaml_takes_no_minutes(again):
+    began = time.monotonic()
+    (line,) = Redaction().config("a: [\n" + again * (50_000 // len(again)))
+    assert "left out" in line
+    assert time.monotonic() - began < 60

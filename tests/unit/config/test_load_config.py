@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvtiers.api import ConfigError
 from kvtiers.config import ModelConfig, load_config
@@ -97,6 +98,19 @@ def test_the_models_identity_is_what_was_given():
     assert model.identity() == {"name": "llama", "weights": "0e9e39f", "kv_dtype": "bfloat16"}
 
 
+def test_a_plugin_s_own_check_that_fails_is_one_line(distributions):
+    options = """
+place: str = ""
+
+def model_post_init(self, context):
+    raise RuntimeError("no home directory")
+"""
+    distributions.tier("odd", options=options)
+    (line,) = problems({**yaml.safe_load(MINIMAL), "secondary": [{"type": "odd"}]})
+    said = "RuntimeError: no home directory"
+    assert line == f"config: secondary[0] (odd): its options cannot be checked, by the plugin's fault: {said}"
+
+
 # Files that are no config at all
 
 QUOTED = '; within { } write a variable in quotes: "${NAME}"'
@@ -108,14 +122,14 @@ QUOTED = '; within { } write a variable in quotes: "${NAME}"'
         ("", "the file is empty; expected at least 'version: 1' and 'primary'"),
         ("# nothing\n", "the file is empty; expected at least 'version: 1' and 'primary'"),
         ("- a\n- b\n", "expected a mapping of options, got a list"),
-        ("hello", "expected a mapping of options, got 'hello'"),
+        ("hello", "expected a mapping of options, got a text"),
         ("a: b: c", "line 1, column 5: not valid YAML: mapping values are not allowed here"),
         ("a:\n\t- b", r"line 2, column 1: not valid YAML: found character '\t' that cannot start any token"),
         ("a: 1\nb: 2\na: 3\n", "line 3, column 1: key 'a' is already on line 1; remove one of the two"),
         ("{a: 1, a: 2}", "line 1, column 8: key 'a' is already on line 1; remove one of the two"),
-        ("a: 2024-13-44", "line 1, column 4: '2024-13-44' cannot be read as timestamp; put it in quotes"),
-        ("a: !!int", "line 1, column 4: '' cannot be read as int; put it in quotes"),
-        ("a: !!int x", "line 1, column 4: 'x' cannot be read as int; put it in quotes"),
+        ("a: 2024-13-44", "line 1, column 4: this value cannot be read as timestamp; put it in quotes"),
+        ("a: !!int", "line 1, column 4: this value cannot be read as int; put it in quotes"),
+        ("a: !!int x", "line 1, column 4: this value cannot be read as int; put it in quotes"),
         ("{a: ${NAME}}", "line 1, column 6: not valid YAML: expected ',' or '}', but got '{'" + QUOTED),
         ("? [a]\n: b", "line 1, column 3: not valid YAML: found unhashable key"),
         (
@@ -173,8 +187,22 @@ def test_a_file_without_read_permission_says_so(tiers_yaml):
         assert problems(tiers_yaml) == ["tiers.yaml: cannot read the file: Permission denied"]
 
 
-def test_an_endless_file_is_not_read_to_its_end():
-    assert problems("/dev/zero") == ["/dev/zero: the file is larger than 1 MiB, so it is hardly a config"]
+def test_a_file_that_never_answers_or_never_ends_is_refused(tiers_yaml):
+    no_file = "cannot read the file: it is a pipe, a socket or a device; expected a regular file"
+    assert problems("/dev/zero") == [f"/dev/zero: {no_file}"]
+    os.mkfifo(tiers_yaml)
+    assert problems(tiers_yaml) == [f"tiers.yaml: {no_file}"]
+    tiers_yaml.unlink()
+    tiers_yaml.write_bytes(b"a" * (2 << 20))
+    assert problems(tiers_yaml) == ["tiers.yaml: the file is larger than 1 MiB, so it is hardly a config"]
+
+
+@pytest.mark.parametrize("option", ["password: {file: FIFO}", "keys: [{file: FIFO}]"])
+def test_a_secret_s_file_that_never_answers_is_refused(wrong, tmp_path, with_tier, option):
+    os.mkfifo(tmp_path / "fifo")
+    (line,) = wrong(with_tier(option.replace("FIFO", str(tmp_path / "fifo"))))
+    assert "cannot read the secret's file" in line
+    assert "it is a pipe, a socket or a device" in line
 
 
 @pytest.mark.parametrize("name", ["Prod", "_check", "t-me", "a/b", "a..b", "-a", "x" * 65, ""])

@@ -12,6 +12,8 @@ from kvtiers.api import make_offload_key
 from kvtiers.config import EventsConfig
 from kvtiers.kv_events.naming import GroupFacts
 from kvtiers.kv_events.publisher import EventPublisher
+from kvtiers.kv_events.sockets import EventSockets
+from kvtiers.kv_events.wire import END_OF_REPLAY
 from kvtiers.types import ChunkBlocks, OffloadEvent
 
 GROUPS = [GroupFacts(0, 4, "full_attention")]
@@ -118,6 +120,33 @@ def test_no_more_is_kept_for_replays_than_the_config_says(opened, subscribed):
         found = subscriber.replay(publisher.report()["replay_endpoint"], 0)
         assert 3 <= len(found) <= most
         assert max(found) == first + 99
+
+
+def test_between_two_looks_at_the_queue_a_bounded_part_of_the_replays_is_sent():
+    ports = {"endpoint": "tcp://127.0.0.1:0", "bind": True, "replay_endpoint": "tcp://127.0.0.1:0"}
+    sockets = EventSockets(EventsConfig(**ports, buffer_steps=1000), 0)
+    with contextlib.ExitStack() as closing:
+        closing.callback(sockets.close, 0.0)
+        asking = closing.enter_context(closing.enter_context(zmq.Context()).socket(zmq.DEALER))
+        asking.linger = 0
+        asking.set_hwm(0)
+        asking.connect(sockets.replay_endpoint)
+        for number in range(1000):
+            sockets.publish(number, b"batch")
+        for _ in range(20):
+            asking.send_multipart([b"", (400).to_bytes(8, "big")])
+        got, ends = [], 0
+        while ends < 20:
+            before = sockets.replayed
+            sockets.wait(20)
+            assert sockets.replayed - before <= 64
+            sockets.publish(1000, b"later, and no part of an answer that has begun")
+            while asking.poll(0):
+                _, _, number, _ = asking.recv_multipart()
+                ends += number == END_OF_REPLAY
+                got.append(int.from_bytes(number, "big", signed=True))
+    assert got[:601] == [*range(400, 1000), -1]
+    assert len([number for number in got if number >= 0]) >= 20 * 400
 
 
 def test_requests_for_a_replay_that_make_no_sense_are_ignored(opened, subscribed):

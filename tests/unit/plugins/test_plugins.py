@@ -192,6 +192,14 @@ def test_an_unknown_type_is_refused_with_the_closest_and_all_that_are_installed(
     assert text.endswith("zebra.")
 
 
+def test_a_type_of_a_distribution_that_belongs_to_this_one_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(plugins, "_installed", lambda _: [])
+    assert refusal("redis") == (
+        "tier type 'redis' comes with kvtiers-redis, which is not installed: pip install kvtiers-redis"
+    )
+    assert refusal("rediss") == "unknown tier type 'rediss'. Did you mean 'redis'? No tier type is installed."
+
+
 def test_an_unknown_type_that_resembles_nothing_gets_no_suggestion(distributions):
     distributions.install_tier("good", GOOD)
     assert "Did you mean" not in refusal("qqqqqqqqqqqqqqq")

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
@@ -25,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from kvtiers.api.files import read_file
 from kvtiers.api.keys import TENANT
 from kvtiers.api.units import RESOLVED, Duration, Share, Size
 
@@ -108,7 +108,7 @@ class Secret:
 
     def reveal(self) -> str:
         """Return the secret itself. OSError if its file cannot be read."""
-        return Path(self.file).read_text(encoding="utf-8").rstrip("\r\n") if self.file else self._value
+        return read_file(self.file).decode("utf-8").rstrip("\r\n") if self.file else self._value
 
     def __repr__(self) -> str:
         return f"Secret(from {self.source})"

@@ -1,5 +1,7 @@
 """The running engines of this machine, as their status sockets answer; for the commands to and about them."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
@@ -7,9 +9,26 @@ import click
 from kvtiers.control import CommandRefused
 from kvtiers.status import ask_engine, process_of, running
 
-__all__ = ["NO_COMMANDS", "engines", "meant"]
+__all__ = ["NO_COMMANDS", "ask_all", "engines", "meant"]
+
+_AT_ONCE = 32
 
 NO_COMMANDS = "takes no commands: it has its tiers under vLLM's own tiering, or is of an older release"
+
+
+def ask_all() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield each status socket, what it answers, and why it does not, "" if it does; side by side, as one may hang."""
+    names = running()
+    if names:
+        with ThreadPoolExecutor(min(len(names), _AT_ONCE)) as pool:
+            yield from pool.map(_asked, names)
+
+
+def _asked(name: str) -> tuple[str, dict[str, Any], str]:
+    try:
+        return name, ask_engine(name), ""
+    except (OSError, ValueError) as error:
+        return name, {}, str(error) or type(error).__name__
 
 
 def engines(*, quiet: bool = False) -> list[dict[str, Any]]:
@@ -18,10 +37,8 @@ def engines(*, quiet: bool = False) -> list[dict[str, Any]]:
     ``quiet``: no such line, as on a live screen.
     """
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for name in running():
-        try:
-            answer = ask_engine(name)
-        except (OSError, ValueError) as error:
+    for name, answer, error in ask_all():
+        if error:
             if not quiet:
                 click.echo(f"{name}: no answer: {error}", err=True)
             continue

@@ -10,14 +10,19 @@ from typing import Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
+from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import ConfigError, KvtiersError, TierPluginError
 from kvtiers.api.command import COMMAND_GROUP
+from kvtiers.cli.trial import tried
 from kvtiers.plugins import installed_names, load_command
 
 __all__ = ["LateExitError", "cli", "main"]
 
 
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
+
+_HELP_SECONDS = 3.0  # for a companion's import, which only its line in the list waits for
 
 
 class Lazy(NamedTuple):
@@ -58,7 +63,7 @@ class LateExitError(SystemExit):
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported on use; its help imports none of them."""
+    """A group whose commands are imported on use; its help imports none of core's, and companions' in a child."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, Lazy], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -101,7 +106,7 @@ class LazyGroup(click.Group):
         if name in self._lazy:
             return self._lazy[name].help
         try:
-            return load_command(name).help
+            return tried(f"command {name!r}", lambda: load_command(name).help, _HELP_SECONDS)
         except TierPluginError as error:
             return f"(unusable: {error})"
 
@@ -152,8 +157,17 @@ def cli() -> None:
     """Move an LLM engine's KV cache out of GPU memory, through tiers, and back."""
 
 
+def _open_closed_streams() -> None:
+    """Let what is printed go nowhere where a daemon's wrapper has closed standard output or standard error."""
+    hold_standard_descriptors()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 -- to the end
+
+
 def main() -> None:
     """Run the command line and end the process."""
+    _open_closed_streams()
     try:
         try:
             cli(prog_name="kvtiers")

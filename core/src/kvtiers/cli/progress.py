@@ -35,10 +35,15 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def show_progress(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    """Show progress: in one line that changes on a terminal, as a plain line every few seconds elsewhere."""
+    """Show progress: in one line that changes on a terminal, as a plain line every few seconds elsewhere.
+
+    Where there were such lines, there is a last one at the end, since they stay: one of before would be the last word.
+    """
     stream = stream or sys.stderr
     if not stream.isatty():
-        yield _throttled(lambda text: print(text, file=stream, flush=True), _LINE_SECONDS, clock)
+        lines = _Throttled(lambda text: print(text, file=stream, flush=True), _LINE_SECONDS, clock)
+        yield lines
+        lines.end()
         return
     # Imported here: it is slow, and pipes do not need it.
     from rich.console import Console
@@ -46,17 +51,28 @@ def show_progress(stream: TextIO | None = None, clock: Callable[[], float] = tim
 
     with Console(file=stream).status("starting") as status:
         # Text, not markup: names may have brackets in them.
-        yield _throttled(lambda text: status.update(Text(text)), _BAR_SECONDS, clock)
+        yield _Throttled(lambda text: status.update(Text(text)), _BAR_SECONDS, clock)
 
 
-def _throttled(show: Callable[[str], None], seconds: float, clock: Callable[[], float]) -> Report:
-    due = clock() + seconds
+class _Throttled:
+    """Shows a text at most every so many seconds."""
 
-    def report(text: Callable[[], str]) -> None:
-        nonlocal due
-        now = clock()
-        if now >= due:
-            due = now + seconds
-            show(text())
+    def __init__(self, show: Callable[[str], None], seconds: float, clock: Callable[[], float]) -> None:
+        self._show, self._seconds, self._clock = show, seconds, clock
+        self._due = clock() + seconds
+        self._has_shown = False
+        self._waiting: Callable[[], str] | None = None
 
-    return report
+    def __call__(self, text: Callable[[], str]) -> None:
+        """Show the text if it is time to; else it waits for the end."""
+        now = self._clock()
+        self._waiting = text
+        if now >= self._due:
+            self._due = now + self._seconds
+            self._has_shown, self._waiting = True, None
+            self._show(text())
+
+    def end(self) -> None:
+        """Show the last text, if it has not been and others have."""
+        if self._has_shown and self._waiting is not None:
+            self._show(self._waiting())

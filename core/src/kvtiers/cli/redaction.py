@@ -4,33 +4,42 @@ A secret is what an option of type ``Secret`` has, what an option has whose name
 have (a typo may hide such a name), and the password in a URL. Where a variable or a file is named instead of it, the
 name stays, but its value is taken out of the log and all else. In doubt more is taken out: a host rather goes with a
 password than that a part of the password stays.
+
+Whatever is hidden in the config is remembered, by whichever rule it was found, since the log may have it without the
+name beside it. A config that is no YAML is left out, but what may be a secret in it is remembered all the same.
 """
 
 import base64
+import bisect
 import contextlib
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 from urllib.parse import quote, unquote
 
 import yaml
 from pydantic import BaseModel
 
-from kvtiers.api import Secret, TierPluginError
+from kvtiers.api import ConfigError, Secret, TierConfig, TierPluginError
 from kvtiers.api.config import expand_variables
+from kvtiers.api.files import read_file
+from kvtiers.config import OffloadConfig
 from kvtiers.config.options import models_in
+from kvtiers.config.yaml_text import parse_yaml
 from kvtiers.encryption.config import may_be_a_key
 from kvtiers.plugins import load_tier
 
 __all__ = ["Redaction"]
 
 _Models: TypeAlias = Sequence[type[BaseModel]]
+_Remember: TypeAlias = Callable[[str], None]
 
 _HIDDEN = "***"
 _SHORTEST = 4  # what is shorter stands in many other places, too
+_SHORTEST_WORD = 6  # of several in a hidden text: what is shorter may be any word
 _LONG = 12  # a user's name may be a token; a shorter one may be a word such as "default"
 _NAME = re.compile(
     r"passw|passphrase|(?<!by)(?<!com)pass$|(^|_)pass_|pwd|secret|token(?!i[sz])|credential|cookie|signature$"
@@ -40,20 +49,35 @@ _NAME = re.compile(
 )
 _NOT = re.compile(r"tokens_per_block|authority|\w+_file")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_USER = re.compile(r"(?<!\S)((?:(?!://)\S)*://)\S+(?=@)")  # from the start of a word: linear in its length
+_USER = re.compile(r"(?<!\S)((?:(?!://)\S)*://)(\S+)(?=@)")  # from the start of a word: linear in its length
 # Where the whole text is one URL, or several: its password may have a space, and there may be no scheme.
 _USER_OF_ALL = re.compile(r"(?:(?<=://)|\A(?!.*://)(?=[^/@\s]*:)).+(?=@)", re.DOTALL)
 _QUERY = re.compile(
     r"(?i)(?:(?<=[?&#;])|(?<=u0026))"
     r"([\w.-]*(?:sig|signature|token|pass|passwd|pwd|password|secret|key|key-?id|credentials?)=|x-amz-[\w-]+=)"
-    r"[^&\s\"']+"
+    r"([^&\s\"']+)"
 )
+_WORD = re.compile(r"[^\s\"'<>]+")
+_QUERY_START = re.compile(r"[?#]")
+_QUERY_PART = re.compile(r"(\\?u0026|[?&#;])")
+# What stands in the queries of URLs and is no secret; a value of any other name is hidden.
+_HARMLESS = frozenset(
+    {
+        "acl", "alt", "api-version", "bucket", "comp", "db", "decode_responses", "delete", "delimiter", "endpoint",
+        "fields", "format", "health_check_interval", "limit", "list-type", "location", "max-keys", "max_connections",
+        "maxresults", "offset", "page", "partnumber", "policy", "prefix", "protocol", "region", "restype",
+        "retry_on_timeout", "se", "socket_connect_timeout", "socket_timeout", "sp", "spr", "sr", "srt", "ss", "ssl",
+        "ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile",
+        "ssl_min_version", "sslmode", "st", "sv", "tagging", "timeout", "tls", "uploads", "uploadtype", "verify",
+        "versionid", "versioning",
+    }
+)  # fmt: skip
 _HEADER = re.compile(
     r"(?i)(?<![a-z])(authorization|cookie)(\\*['\"])?([ \t]*[:=][ \t]*|(?(2)[ \t]*,[ \t]*|(?!)))"
-    r"(?:b?(\\*['\"]).*?(?:\4|$)|[^\s'\"].*)",
+    r"(b?(\\*['\"]).*?(?:\5|$)|[^\s'\"].*)",
     re.MULTILINE,
 )
-_BEARER = re.compile(r"(?i)\b(bearer)\s+\S+")
+_BEARER = re.compile(r"(?i)\b(bearer)\s+(\S+)")
 _NAMED = re.compile(
     r"(?<![\w-])(?:((?:(?:api|access|secret|account|private) )?[\w-]+)(?:\\*['\"])?[ \t]*[:=]+>?"
     r"|(--[\w-]+)['\"]?,?(?=[ \t]))[ \t]*|<([\w-]+)>(?!\s)"
@@ -72,6 +96,14 @@ _NO_VALUE = re.compile(
     re.MULTILINE,
 )
 _MAY_BE_A_KEY = re.compile(r"[A-Za-z0-9+/_-]{43}=?|[0-9A-Fa-f]{64}")
+_PIECE = re.compile(r"[^\s,;&|()\[\]{}<>\"'\\]+")
+_MOST_LINES = 100  # of a secret's value, in a config that is no YAML
+_OF_KEYS = frozenset({"key", "encryption"})
+_PLACE = re.compile(r"line \d+")
+# In a config that is no YAML: an option's name, not the scheme of a URL.
+_AN_OPTION = re.compile(r"([\w-]+)['\"]?[ \t]*[:=](?!//)")
+_ITS_TYPE = re.compile(r"\btype['\"]?[ \t]*:[ \t]*['\"]?([\w.-]+)")
+_SCHEMES = frozenset({"authorization", "bearer", "digest", "negotiate"})
 _COUNT = re.compile(r"\d[\d.,]*(?=[\s;)\]}]|$)|\d[\d.]*,", re.MULTILINE)
 
 
@@ -82,13 +114,14 @@ class Redaction:
         self._values: set[str] = set()
 
     def config(self, text: str) -> list[str]:
-        """Return the lines of a config without its secrets and comments; one line, if it is no YAML."""
+        """Return the lines of a config without its secrets and comments; one line, if it cannot be read."""
         try:
-            found = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError) as error:
-            where = getattr(error, "problem_mark", None)
-            place = f" in line {where.line + 1}" if where else ""
-            return [f"it is no YAML{place}, and left out, since it may have secrets"]
+            found = parse_yaml(text.encode("utf-8", "replace"))
+        except ConfigError as error:
+            self._remember_unread(text)
+            place = _PLACE.match(error.problems[0])
+            where = f" in {place[0]}" if place else ""
+            return [f"it is no YAML{where}, and left out, since it may have secrets"]
         try:
             self._cleaned(found, (), frozenset())  # remembers all, also for what stands before it
             cleaned = self._cleaned(found, (), frozenset())
@@ -100,8 +133,7 @@ class Redaction:
         """Return the text without what any of its lines has that is a secret."""
         for value in sorted(self._values, key=len, reverse=True):
             text = text.replace(value, _HIDDEN)
-        text = _HEADER.sub(rf"\1\2\3{_HIDDEN}", _BEARER.sub(rf"\1 {_HIDDEN}", text))
-        return _without_named(_QUERY.sub(rf"\1{_HIDDEN}", _USER.sub(rf"\1{_HIDDEN}", text)))
+        return _without_secrets(text, lambda _: None)
 
     def _cleaned(self, value: Any, models: _Models, secret_options: frozenset[str]) -> Any:
         match value:
@@ -112,11 +144,53 @@ class Redaction:
             case list():
                 return [self._cleaned(part, models, secret_options) for part in value]
             case str():
-                if user := _USER_OF_ALL.search(value):
+                if user := _user_of_all(value):
                     self._remember_user(user[0])
                     value = _USER_OF_ALL.sub(_HIDDEN, value)
+                _without_secrets(value, self._remember_hidden)
                 return self.apply(value)
         return value
+
+    def _remember_unread(self, text: str) -> None:
+        """Remember what may be a secret in a config that is no YAML: by the names of options alone, line by line.
+
+        What stands behind a secret's name, or behind one that is no option (it may have a typo), and users in URLs.
+        """
+        known = _option_names(_ITS_TYPE.findall(text))
+        lines, block = text.splitlines(), 0  # where the last value of several lines ends
+        for number, line in enumerate(lines):
+            _without_secrets(line, self._remember_hidden)
+            if "://" in line and (user := _user_of_all(line)):
+                self._remember_user(user[0])
+            options = list(_AN_OPTION.finditer(line))
+            stops = [it.start() for it in options if it[1] in known or _may_be_secret(it[1])]
+            done = 0
+            for option in options:
+                name, start, end = option[1], option.end(), len(line)
+                if option.start() < done:  # in a value that has been dealt with
+                    continue
+                if name not in _OF_KEYS:  # whose value may be a mapping; that of others ends with the next option
+                    following = bisect.bisect_left(stops, start)
+                    end = stops[following] if following < len(stops) else end
+                value, is_secret = line[start:end], _may_be_secret(name)
+                if is_secret and number >= block and not _PIECE.search(value.strip("|>-+ \t")):
+                    below = [*_indented_more(lines[number + 1 : number + _MOST_LINES], line)]
+                    value, block = " ".join(below), number + len(below)
+                if (is_secret or name not in known) and not _PLAIN.fullmatch(value.strip("'\" \t,]}")):
+                    self._remember_hidden(value)
+                    done = end
+
+    def _remember_hidden(self, text: str) -> None:
+        """Remember a text that was hidden, and each longer word in it: a header has a scheme, a list several values."""
+        text = text.strip(" \t\r\n\\'\",;:[]{}()")
+        if set(text) <= {"*"} or _VARIABLE.fullmatch(text):
+            return
+        self._remember(text)
+        for piece in _PIECE.findall(text):
+            _, equals, value = piece.partition("=")
+            word = value if equals and value.strip("=") else piece.rstrip("=")
+            if len(word) >= _SHORTEST_WORD and not word.endswith(":") and word.lower() not in _SCHEMES:
+                self._remember(word)
 
     def _option(self, name: str, value: Any, models: _Models, secret_options: frozenset[str]) -> Any:
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
@@ -153,7 +227,7 @@ class Redaction:
         match value:
             case {"file": str(path), **rest} if not rest and not _MAY_BE_A_KEY.fullmatch(path):
                 with contextlib.suppress(OSError, ValueError):
-                    self._remember_key(Path(expand_variables(path)).read_bytes())
+                    self._remember_key(read_file(expand_variables(path)))
                 return value
             case {"env": str(name), **rest} if not rest and not _MAY_BE_A_KEY.fullmatch(name):
                 self._remember_key(os.environb.get(name.encode(), b""))
@@ -187,7 +261,7 @@ class Redaction:
                 return value
             case {"file": str(path), **rest} if not rest:
                 with contextlib.suppress(OSError, ValueError):  # then it is in no log either
-                    self._remember(Path(expand_variables(path)).read_text(encoding="utf-8").strip())
+                    self._remember(read_file(expand_variables(path)).decode("utf-8").strip())
                 return value
             case str() if _VARIABLE.fullmatch(value):
                 self._remember(value)
@@ -225,7 +299,39 @@ def _forms(text: str) -> Iterator[str]:
         yield repr(plain)[1:-1]
 
 
-def _without_named(text: str) -> str:
+def _without_secrets(text: str, remember: _Remember) -> str:
+    """Return a text without what any of its lines has that is a secret, each of which is given to ``remember``."""
+
+    def hide(match: re.Match[str], before: Sequence[int], secret: int, space: str = "") -> str:
+        remember(match[secret])
+        return "".join(match[group] or "" for group in before) + space + _HIDDEN
+
+    text = _BEARER.sub(lambda match: hide(match, (1,), 2, " "), text)
+    text = _HEADER.sub(lambda match: hide(match, (1, 2, 3), 4), text)
+    text = _USER.sub(lambda match: hide(match, (1,), 2), text)
+    text = _WORD.sub(lambda match: _without_query(match[0], remember), text)
+    text = _QUERY.sub(lambda match: hide(match, (1,), 2), text)
+    return _without_named(text, remember)
+
+
+def _without_query(word: str, remember: _Remember) -> str:
+    """Return a word of a text; if it is a URL or a path with a query, without what that has, but for harmless names."""
+    start = _QUERY_START.search(word)
+    if start is None or "/" not in word[: start.start()]:
+        return word
+    kept = [word[: start.start()]]
+    for part in _QUERY_PART.split(word[start.start() :]):
+        name, equals, value = part.partition("=")
+        secret = (value if equals else name if kept[-1] == "?" else "").rstrip("\\")  # before a quote, which ends it
+        if not secret or unquote(name).lower() in _HARMLESS or secret == _HIDDEN or _VARIABLE.fullmatch(secret):
+            kept.append(part)
+        else:
+            remember(secret)
+            kept += [name + equals if equals else "", _HIDDEN, part[part.rindex(secret) + len(secret) :]]
+    return "".join(kept)
+
+
+def _without_named(text: str, remember: _Remember) -> str:
     """Return the text without the value behind each name of a secret: ``NAME: it``, ``NAME=it`` or ``--NAME it``."""
     kept, end = [], 0
     for match in _NAMED.finditer(text):
@@ -235,9 +341,30 @@ def _without_named(text: str) -> str:
         if "tokens" in name.lower() and _COUNT.match(text, start):
             continue
         if value := _ITS_VALUE.match(text, start):
+            remember(value[0])
             kept += [text[end:start], _HIDDEN]
             end = value.end()
     return "".join([*kept, text[end:]])
+
+
+def _indented_more(lines: Sequence[str], than: str) -> Iterator[str]:
+    """Yield the lines that belong to an option, by their indentation, as far as they follow it without a break."""
+    indent = len(than) - len(than.lstrip(" -"))
+    for line in lines:
+        if line.strip() and len(line) - len(line.lstrip(" ")) <= indent and not line.lstrip().startswith("- "):
+            return
+        yield line
+
+
+def _option_names(tier_types: Sequence[str]) -> frozenset[str]:
+    """Return the names of all options of a config with tiers of these types."""
+    names: set[str] = set()
+    models: list[type[BaseModel]] = [OffloadConfig, TierConfig, *itertools.chain(*map(_models_of, tier_types))]
+    while models:
+        for name, field in models.pop().model_fields.items():
+            names.add(name)
+            models += models_in(field.annotation)
+    return frozenset(names)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -251,6 +378,14 @@ def _texts(value: Any) -> Iterator[str]:
 def _is_secret(name: str) -> bool:
     plain = re.sub(r"[- ]|(?<=[a-z0-9])(?=[A-Z])", "_", name.strip("-"))
     return not _NOT.fullmatch(plain) and bool(_NAME.search(plain))
+
+
+def _user_of_all(text: str) -> re.Match[str] | None:
+    return _USER_OF_ALL.search(text) if "@" in text else None  # else each "://" in it looks for one to its end
+
+
+def _may_be_secret(name: str) -> bool:
+    return name in _OF_KEYS or _is_secret(name)
 
 
 def _models_of(tier_type: object) -> _Models:

@@ -13,12 +13,14 @@ from typing import Any
 
 import click
 
+from kvtiers.api import ConfigError
 from kvtiers.api.units import format_size
+from kvtiers.cli.engines import ask_all
 from kvtiers.cli.machine import Machine
 from kvtiers.cli.output import file_to_write, write_file
 from kvtiers.cli.redaction import Redaction
 from kvtiers.cli.versions import library_versions, version_lines
-from kvtiers.status import ask_engine, running
+from kvtiers.config import read_config
 
 __all__ = ["report"]
 
@@ -70,7 +72,7 @@ def report(ctx: click.Context, config: Path | None, log: Path | None, lines: int
     parts = {"versions": [*version_lines(), f"Python {platform.python_version()}", *library_versions()]}
     parts["machine"] = [*_machine()]
     if config is not None:
-        parts[f"config {config.name}"] = secrets.config(config.read_text(encoding="utf-8", errors="replace"))
+        parts[f"config {config.name}"] = secrets.config(_text_of(config))
         parts["kvtiers check --offline"] = _checked(config)
     parts["running engines"] = [*_engines()]
     if log is not None:
@@ -81,6 +83,13 @@ def report(ctx: click.Context, config: Path | None, log: Path | None, lines: int
         ctx.exit(1)
     write_file(output, text)
     click.echo(f"{output} is written; it is sent nowhere.")
+
+
+def _text_of(config: Path) -> str:
+    try:
+        return read_config(config).decode("utf-8", errors="replace")
+    except ConfigError as error:
+        raise ConfigError([f"{config}: {problem}" for problem in error.problems]) from None
 
 
 def _section(title: str, lines: list[str]) -> list[str]:
@@ -113,19 +122,21 @@ def _output(command: list[str]) -> list[str]:
 
 
 def _engines() -> Iterator[str]:
-    for name in running():
-        try:
-            text = json.dumps(ask_engine(name), indent=1)
-            yield from _NUMBERS.sub(lambda found: " ".join(found[0].split()), text).splitlines()
-        except (OSError, ValueError) as error:
+    for name, answer, error in ask_all():
+        if error:
             yield f"{name}: no answer: {error}"
+        else:
+            text = json.dumps(answer, indent=1)
+            yield from _NUMBERS.sub(lambda found: " ".join(found[0].split()), text).splitlines()
 
 
 def _last_lines(log: Path, lines: int) -> list[str]:
     """Return the last lines that name kvtiers, out of the last megabytes; not those of a request."""
+    if not log.is_file():
+        raise ConfigError(f"{log}: expected a regular file, with the log in it")
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        text = file.read().decode("utf-8", errors="replace")
+        text = file.read(_TAIL_BYTES).decode("utf-8", errors="replace")
     found = [line for line in text.splitlines() if "kvtiers" in line.lower()]
     own = [line for line in found if not _OF_A_REQUEST.search(_without_own_key(line))]
     left_out = len(found) - len(own)

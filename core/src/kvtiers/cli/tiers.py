@@ -10,8 +10,9 @@ import click
 
 from kvtiers.api import API_VERSION, TierConfig, TierPlugin, TierPluginError
 from kvtiers.cli.output import print_heading, print_table
+from kvtiers.cli.trial import tried
 from kvtiers.config.options import Option, options_of
-from kvtiers.plugins import installed_tiers, load_tier
+from kvtiers.plugins import distribution_of, installed_tiers, load_tier
 
 __all__ = ["tiers"]
 
@@ -72,6 +73,7 @@ def tiers(ctx: click.Context, as_json: bool, json_schema: bool) -> None:
 
 def _load(entry: EntryPoint) -> _Installed:
     try:
+        tried(f"tier type {entry.name!r} ({distribution_of(entry)})", lambda: load_tier(entry.name).name)
         return _Installed(entry, load_tier(entry.name))
     except TierPluginError as error:
         return _Installed(entry, None, str(error))

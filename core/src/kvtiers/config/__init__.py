@@ -1,6 +1,6 @@
 """The YAML file: read, validated and explained. ``load_config`` is the way in."""
 
-from kvtiers.config.load import load_config
+from kvtiers.config.load import load_config, read_config
 from kvtiers.config.models import (
     BudgetConfig,
     EventsConfig,
@@ -20,4 +20,5 @@ __all__ = [
     "PrimaryConfig",
     "RecordConfig",
     "load_config",
+    "read_config",
 ]

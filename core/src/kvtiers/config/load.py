@@ -1,5 +1,6 @@
 """The config loader: reports every problem at once, one line each."""
 
+import errno
 import inspect
 import os
 import re
@@ -9,8 +10,10 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
+from kvtiers._failures import error_text
 from kvtiers.api import ConfigError, TierConfig, TierPluginError
 from kvtiers.api.config import HOST_OPTIONS, expand_variables
+from kvtiers.api.files import read_file
 from kvtiers.config.models import OffloadConfig
 from kvtiers.config.problems import one_line, problems_in, shown
 from kvtiers.config.yaml_text import parse_yaml
@@ -19,9 +22,8 @@ from kvtiers.encryption.key_source import check_sources
 from kvtiers.layout.storage_name import check_tenant
 from kvtiers.plugins import did_you_mean, installed_tiers, load_tier
 
-__all__ = ["load_config"]
+__all__ = ["load_config", "read_config"]
 
-_LARGEST_FILE = 1 << 20
 _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _RESERVED_TIER_NAMES = {"primary", "gpu"}  # in reports of hits and bytes: the CPU tier, the engine's own cache
 
@@ -46,22 +48,26 @@ def load_config(source: PathOrMapping) -> OffloadConfig:
 
 
 def _read(path: str) -> Mapping[Any, Any]:
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-    except IsADirectoryError:
-        raise ConfigError("this is a directory; expected a YAML file") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read the file: {reason}") from None
-    if len(content) > _LARGEST_FILE:
-        raise ConfigError("the file is larger than 1 MiB, so it is hardly a config")
-    document = parse_yaml(content)
+    document = parse_yaml(read_config(path))
     if document is None:
         raise ConfigError("the file is empty; expected at least 'version: 1' and 'primary'")
     if not isinstance(document, Mapping):
-        raise ConfigError(f"expected a mapping of options, got {shown(document)}")
+        # Not what it is: the file may be another one than was meant, such as a key's.
+        raise ConfigError(f"expected a mapping of options, got {'a list' if isinstance(document, list) else 'a text'}")
     return document
+
+
+def read_config(path: str | os.PathLike[str]) -> bytes:
+    """Return what a config's file has, unread; ConfigError, not naming the file, if it cannot be one."""
+    try:
+        return read_file(path)
+    except IsADirectoryError:
+        raise ConfigError("this is a directory; expected a YAML file") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise ConfigError("the file is larger than 1 MiB, so it is hardly a config") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the file: {reason}") from None
 
 
 def _validate(document: Mapping[Any, Any]) -> OffloadConfig:
@@ -180,7 +186,7 @@ def _tiers(entries: Any) -> tuple[list[TierConfig], list[str]]:
 def _name_problem(name: str, first: str, where: str) -> str:
     """Tier names stand in logs, metric labels and reports: each tier needs one of its own."""
     if not _TIER_NAME.fullmatch(name):
-        return f"name: {name!r} cannot be used; expected 1 to 63 of A-Z a-z 0-9 . _ -, first a letter or digit"
+        return f"name: {shown(name)} cannot be used; expected 1 to 63 of A-Z a-z 0-9 . _ -, first a letter or digit"
     if name in _RESERVED_TIER_NAMES:
         return f"name: {name!r} stands for the engine's own memory in every report; choose another"
     return f"the name {name!r} is already that of {first}; give one of them another 'name'" if first != where else ""
@@ -204,6 +210,8 @@ def _tier(entry: Any) -> TierConfig:
         tier = plugin.config.model_validate(dict(entry))
     except ValidationError as error:
         raise ConfigError(problems_in(error, plugin.config, entry)) from None
+    except Exception as error:
+        raise ConfigError(f"its options cannot be checked, by the plugin's fault: {error_text(error)}") from error
     if plugin.kind == "manager" and (names := _without_effect(tier)):
         raise ConfigError(
             f"{', '.join(names)}: no effect here: a tier of this type moves its values by itself, in the engine's "

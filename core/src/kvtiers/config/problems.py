@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from kvtiers.api import Secret
 from kvtiers.api.config import expand_variables
 from kvtiers.config.options import expected, models_in
-from kvtiers.plugins import did_you_mean
+from kvtiers.plugins import did_you_mean, shown_name
 
 __all__ = ["one_line", "problems_in", "shown"]
 
@@ -56,7 +56,7 @@ def problems_in(error: ValidationError, model: type[BaseModel], document: Mappin
             place, name = _locate(model, document, detail["loc"][:-1]), str(detail["loc"][-1])
             hint = did_you_mean(name, place.options)
             suggested.update((str(place), option) for option in place.options if repr(option) in hint)
-            lines.append(_join(place, f"unknown option {shown(name)}.{hint or _all_options(place)}"))
+            lines.append(_join(place, f"unknown option {shown_name(name)}.{hint or _all_options(place)}"))
     for detail in details:
         if detail["type"] == "missing":
             place, name = _locate(model, document, detail["loc"][:-1]), str(detail["loc"][-1])

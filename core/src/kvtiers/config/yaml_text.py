@@ -1,13 +1,16 @@
 """The YAML reader: plain values only, no duplicate keys, and every problem with its line and column."""
 
+import re
 from typing import Any
 
 import yaml
 
 from kvtiers.api import ConfigError
+from kvtiers.plugins import shown_name
 
 __all__ = ["parse_yaml"]
 
+_QUOTED = re.compile(r"\b(alias|anchor|tag|handle) '(?!tag:yaml\.org,)([^']*)'")
 _MOST_NODES = 100_000  # values in a document, each as often as aliases repeat it
 
 
@@ -34,7 +37,8 @@ def _marked(error: yaml.MarkedYAMLError) -> str:
     # '{' begins a mapping where another is open, so that a variable there takes quotes.
     is_variable = mark is not None and mark.buffer and mark.buffer[max(0, mark.pointer - 1) :].startswith("${")
     fix = '; within { } write a variable in quotes: "${NAME}"' if is_variable else ""
-    return f"{place}not valid YAML: {context}{error.problem or 'it cannot be read'}{fix}"
+    problem = _QUOTED.sub(lambda quoted: f"{quoted[1]} {shown_name(quoted[2])}", error.problem or "it cannot be read")
+    return f"{place}not valid YAML: {context}{problem}{fix}"
 
 
 class _RefusedError(yaml.MarkedYAMLError):
@@ -59,7 +63,7 @@ class _StrictLoader(yaml.SafeLoader):
                 continue
             if first := lines.get((key.tag, key.value)):
                 raise _RefusedError(
-                    problem=f"key {_clip(key.value)} is already on line {first}; remove one of the two",
+                    problem=f"key {shown_name(key.value)} is already on line {first}; remove one of the two",
                     problem_mark=key.start_mark,
                 )
             lines[key.tag, key.value] = key.start_mark.line + 1
@@ -70,7 +74,7 @@ class _StrictLoader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
             raise _RefusedError(
-                problem=f"{_clip(node.value)} cannot be read as {node.tag.rpartition(':')[2]}; put it in quotes",
+                problem=f"this value cannot be read as {node.tag.rpartition(':')[2]}; put it in quotes",
                 problem_mark=node.start_mark,
             ) from None
 
@@ -89,8 +93,3 @@ def _count(node: Any, counted: dict[int, int]) -> int:
         raise _RefusedError(problem=problem, problem_mark=node.start_mark)
     counted[id(node)] = total
     return total
-
-
-def _clip(value: object) -> str:
-    text = repr(value) if isinstance(value, str) else "this"
-    return text if len(text) <= 60 else f"{text[:57]}..."

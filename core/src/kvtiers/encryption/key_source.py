@@ -21,6 +21,7 @@ from pathlib import Path
 from kvtiers._process import spawn
 from kvtiers.api import ConfigError
 from kvtiers.api.config import EACH_OTHER_TENANT
+from kvtiers.api.files import read_file
 from kvtiers.api.units import format_duration
 from kvtiers.encryption.config import EncryptionConfig, KeySource
 from kvtiers.encryption.keys import INSTALL, KEY_BYTES, KeyRing, SealingKey, load_library
@@ -115,8 +116,7 @@ def read_key(source: KeySource, where: str, namespace: str, tenant: str = "") ->
     """Return the 32 bytes of one key. ConfigError, beginning with ``where``, if there is none."""
     if source.file is not None:
         try:
-            with Path(source.file).open("rb") as file:
-                content = file.read(_LARGEST + 1)
+            content = read_file(source.file, _LARGEST)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             kind = _NoKeyError if isinstance(error, FileNotFoundError) else ConfigError

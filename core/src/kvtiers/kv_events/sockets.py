@@ -15,6 +15,7 @@ import errno
 import os
 import socket
 from collections import deque
+from collections.abc import Iterator, Sequence
 
 import zmq
 
@@ -24,7 +25,7 @@ from kvtiers.kv_events.wire import END_OF_REPLAY, sequence_bytes
 
 __all__ = ["EventSockets", "endpoint_of_rank"]
 
-_REPLAYS_AT_ONCE = 16
+_REPLAYED_AT_ONCE = 64  # messages: as many as batches are published before it is their turn again
 _NO_LINGER = 0
 
 
@@ -52,6 +53,8 @@ class EventSockets:
         self._context = zmq.Context()
         self._waker, self._woken = socket.socketpair()
         self._replay: zmq.Socket[bytes] | None = None
+        self._answer: Iterator[tuple[bytes, ...]] = iter(())
+        self._is_answering = False
         self.replayed = 0
         """Batches that were sent again."""
         try:
@@ -76,8 +79,8 @@ class EventSockets:
             self._waker.send(b"\0")
 
     def wait(self, seconds: float) -> None:
-        """Wait so long at most; answer requests for a replay that have come."""
-        self._poller.poll(int(seconds * 1e3))
+        """Wait so long at most, unless a replay goes on; answer requests for one that have come."""
+        self._poller.poll(0 if self._is_answering else int(seconds * 1e3))
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(1 << 10):
                 pass
@@ -94,15 +97,23 @@ class EventSockets:
             self._buffered -= len(self._buffer.popleft()[1])
 
     def serve_replays(self) -> None:
-        """Answer the requests for a replay that have come, some of them."""
-        for _ in range(_REPLAYS_AT_ONCE if self._replay is not None else 0):
+        """Go on with the answers to requests for a replay, one after the other; a bounded part of them.
+
+        Else those who ask without an end would keep the thread from publishing.
+        """
+        for _ in range(_REPLAYED_AT_ONCE if self._replay is not None else 0):
+            assert self._replay is not None
+            if message := next(self._answer, None):
+                self._replay.send_multipart(message)
+                continue
+            self._is_answering = False
             try:
-                assert self._replay is not None
                 frames = self._replay.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) == 3 and len(frames[2]) <= 8:  # anything else is no subscriber
-                self._answer(self._replay, frames[0], int.from_bytes(frames[2], "big"))
+                self._answer = self._messages(frames[0], [*self._buffer], int.from_bytes(frames[2], "big"))
+                self._is_answering = True
 
     def close(self, linger: float) -> None:
         """Close all; what libzmq still has to send gets ``linger`` seconds. The publishing thread, if there is one."""
@@ -112,12 +123,15 @@ class EventSockets:
 
     # -- inside
 
-    def _answer(self, replay: "zmq.Socket[bytes]", client: bytes, first: int) -> None:
-        for number, batch in self._buffer:
+    def _messages(
+        self, client: bytes, buffered: Sequence[tuple[int, bytes]], first: int
+    ) -> Iterator[tuple[bytes, ...]]:
+        """Yield the messages of an answer: the batches that were there when it was asked for, and its end."""
+        for number, batch in buffered:
             if number >= first:
-                replay.send_multipart((client, b"", self._topic, sequence_bytes(number), batch))
                 self.replayed += 1
-        replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+                yield client, b"", self._topic, sequence_bytes(number), batch
+        yield client, b"", b"", END_OF_REPLAY, b""
 
     def _open(
         self, kind: int, endpoint: str, bind: bool | None, rank: int, hwm: int

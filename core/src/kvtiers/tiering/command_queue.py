@@ -26,7 +26,14 @@ _IN_ONE_STEP = 8
 
 
 class CommandRefused(KvtiersError):  # noqa: N818 -- an answer, as WritesRefused is
-    """A command that cannot be carried out; nothing was changed. The text is one line for the operator."""
+    """A command that cannot be carried out; nothing was changed. The text is one line for the operator.
+
+    ``logged``: the same for the log and for all who get it, where that is less, as of a file of which it quotes.
+    """
+
+    def __init__(self, text: str, logged: str = "") -> None:
+        super().__init__(text)
+        self.logged = logged or text
 
 
 class Command:

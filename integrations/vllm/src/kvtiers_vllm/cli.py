@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvtiers.api import ConfigError
-from kvtiers.config import OffloadConfig, load_config
+from kvtiers.config import OffloadConfig, load_config, read_config
 from kvtiers.config.models import BudgetConfig, PrimaryConfig
 from kvtiers.config.yaml_text import parse_yaml
 from kvtiers.plugins import load_tier
@@ -53,7 +53,7 @@ def vllm_config(file: str, blocks_per_chunk: int | None, whole_stack: bool, as_j
 
 def _config_of(file: str, blocks_per_chunk: int | None, *, whole_stack: bool) -> dict[str, Any]:
     config = load_config(file)
-    document = parse_yaml(Path(file).read_bytes())
+    document = parse_yaml(read_config(file))
     assert isinstance(document, Mapping), "load_config has said so"
     try:
         if whole_stack:

@@ -1,5 +1,6 @@
 """Options of the tier type ``fs``."""
 
+import os
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias
@@ -81,7 +82,8 @@ class FsConfig(TierConfig):
     @field_validator("path")
     @classmethod
     def _is_absolute(cls, path: Path) -> Path:
-        path = path.expanduser()
+        path = Path(os.path.expanduser(path))  # noqa: PTH111 -- Path's raises RuntimeError for a user without a home
         if not path.is_absolute() or ".." in path.parts:
-            raise ValueError("expected an absolute path without '..'")
+            no_home = " ('~' is no folder here: the user has no home, and HOME is not set)" * str(path).startswith("~")
+            raise ValueError(f"expected an absolute path without '..'{no_home}")
         return path

@@ -110,9 +110,10 @@ def _room(config: FsConfig, directory: Directory, usage: UsageFile) -> Iterator[
     count = f"{values} value{'' if values == 1 else 's'} of {format_size(used)}"
     held = f"{count} held, {format_size(free)} of {format_size(disk)} free"
     if free < config.min_free:
-        yield Finding(
-            "warning", f"less than min_free is free, so nothing is written ({limits}; {held})", "make room on the disk"
-        )
+        fix = "make room on the disk"
+        if disk <= config.min_free:  # as of a small tmpfs
+            fix = f"lower min_free: the whole file system has {format_size(disk)}"
+        yield Finding("warning", f"less than min_free is free, so nothing is written ({limits}; {held})", fix)
     elif config.capacity > used + free - config.min_free:
         yield Finding(
             "warning",

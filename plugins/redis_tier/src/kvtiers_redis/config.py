@@ -1,5 +1,6 @@
 """Options of the tier type ``redis``."""
 
+import os
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -108,9 +109,12 @@ class RedisConfig(TierConfig):
     @field_validator("tls_ca", "tls_cert", "tls_key")
     @classmethod
     def _is_file(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.expanduser().is_file():
+        if path is None:
+            return None
+        found = Path(os.path.expanduser(path))  # noqa: PTH111 -- Path's raises RuntimeError for a user without a home
+        if not found.is_file():
             raise ValueError(f"no file {str(path)!r}; expected a PEM file")
-        return path.expanduser() if path is not None else None
+        return found
 
     @model_validator(mode="after")
     def _fits_a_cluster(self) -> "RedisConfig":

@@ -65,10 +65,11 @@ def _gather(
             heard[number] = time.monotonic()
             if isinstance(message, Measures):
                 measures[number] = message
+                latest[number] = message.progress(requests[number])
                 del numbers[engines[number].connection]
             else:
                 latest[number] = message
-                progress(total_progress(latest))
+            progress(total_progress(latest))
         for number in numbers.values():
             if time.monotonic() - heard[number] > _ANSWER_SECONDS:
                 raise engines[number].silent(_ANSWER_SECONDS)

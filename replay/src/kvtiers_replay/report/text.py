@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 from kvtiers.api.units import format_size
+from kvtiers.cli import progress
 from kvtiers_replay.engine.measures import Progress
 from kvtiers_replay.report.units import percent, seconds
 from kvtiers_replay.results import Latencies, Link, ReplayResults
@@ -14,7 +15,6 @@ from kvtiers_replay.results import Latencies, Link, ReplayResults
 __all__ = ["Table", "heading", "progress_line", "show_progress", "tables"]
 
 _COLUMNS = 10  # of what happened over time
-_LINE_SECONDS = 5.0
 
 
 class Table(NamedTuple):
@@ -170,22 +170,8 @@ def show_progress(
         with _bar(stream) as update:
             yield update
     else:
-        yield _Lines(stream, clock)
-
-
-class _Lines:
-    """Prints a line at times, and none for a run that is over before the first is due."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._next = clock() + _LINE_SECONDS
-
-    def __call__(self, replayed: Progress) -> None:
-        now = self._clock()
-        if now >= self._next:
-            self._next = now + _LINE_SECONDS
-            print(progress_line(replayed), file=self._stream, flush=True)
+        with progress.show_progress(stream, clock) as report:
+            yield lambda replayed: report(lambda: progress_line(replayed))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from kvtiers.api import ConfigError, Finding, StartError
 from kvtiers.api.units import format_size
 from kvtiers.cli.machine import Machine
 from kvtiers.config import OffloadConfig
+from kvtiers.layout.cache_layout import VALUE_ALIGN
 from kvtiers.plugins import load_tier
 from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem, read_text
 from kvtiers.region.memfd import HUGE_PAGE_BYTES
@@ -42,7 +43,6 @@ def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
         _numa,
         _kernel,
         _memfd,
-        _locked_memory,
         _descriptors,
         _clock,
         _eviction,
@@ -74,7 +74,7 @@ def _platform(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
 
 def _capacity(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
     capacity = config.primary.capacity
-    if capacity < _FEW_CHUNKS * _SMALL_CHUNK:
+    if VALUE_ALIGN <= capacity < _FEW_CHUNKS * _SMALL_CHUNK:  # below it is an error of the config's
         yield Finding(
             "warning",
             f"a capacity of {format_size(capacity)} holds {capacity // _SMALL_CHUNK} chunks of a model as small as "
@@ -87,10 +87,8 @@ def _eviction(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # 
     if config.primary.eviction == "lru":
         yield Finding(
             "ok",
-            "eviction: lru; 'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for: "
-            "on public chat traces by up to 7 points of hits, which are 7 GPU seconds of each million prompt tokens at "
-            "10,000 tokens/s. For your requests that is not known: 'record' the requests, and 'kvtiers plan --trace' "
-            "says how many of both it would be",
+            "eviction: lru; 'turn-hazard' may hit more where the primary is small (docs/eviction.md): 'kvtiers plan "
+            "--trace' says it of your recorded requests",
         )
 
 
@@ -241,19 +239,6 @@ def _memfd(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding("error", str(error), "allow memfd_create in this container's seccomp profile")
     else:
         yield Finding("ok", "memfd_create works: the region needs no space in /dev/shm")
-
-
-def _locked_memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
-    soft, _ = machine.limit(resource.RLIMIT_MEMLOCK)
-    if soft == _UNLIMITED or soft >= config.primary.capacity:
-        yield Finding("ok", "locked memory is not limited below the capacity")
-    else:
-        yield Finding(
-            "warning",
-            f"locked memory is limited to {format_size(soft)}, below the capacity: NVIDIA's driver does not ask, "
-            "RDMA, io_uring and other drivers do",
-            "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1",
-        )
 
 
 def _descriptors(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -41,7 +42,7 @@ class Trial:
     def start(self) -> None:
         """Begin, and return at once."""
         receive, send = os.pipe()
-        self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed at the end of the trial
+        self._printed = _unnamed_file()  # closed at the end of the trial
         self._process = spawn(
             "kvtiers.cli.check.trial_process",
             [str(send)],
@@ -144,3 +145,10 @@ def try_tiers(configs: Sequence[TierConfig], namespace: str, value_bytes: int, t
         for trial in started:
             trial.end()
     return trials
+
+
+def _unnamed_file() -> IO[bytes]:
+    """Open a file without a name; in memory where that is possible, as a container may have no folder to write to."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("kvtiers-check"), "w+b")
+    return tempfile.TemporaryFile()

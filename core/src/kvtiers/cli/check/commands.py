@@ -14,6 +14,7 @@ from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_file_warnings, open_keys
 from kvtiers.encryption.keys import KeyRing
 from kvtiers.kv_events.open import missing_libraries
+from kvtiers.layout.cache_layout import VALUE_ALIGN
 
 __all__ = ["check"]
 
@@ -69,7 +70,7 @@ def check(
             raise
         _report(file, [_Line("config", Finding("error", problem)) for problem in error.problems], as_json, strict)
         ctx.exit(2)
-    lines = [_Line("config", Finding("ok", _summary(config)))]
+    lines = [_Line("config", Finding("ok", _summary(config))), *_without_a_unit(config)]
     if not offline:
         lines += _examine(config, value_bytes, timeout)
     failed = _report(file, lines, as_json, strict)
@@ -79,6 +80,16 @@ def check(
 def _summary(config: OffloadConfig) -> str:
     tiers = ", ".join(tier.tier_name for tier in config.secondary) or "none"
     return f"valid: primary of {format_size(config.primary.capacity)}, secondary tiers: {tiers}"
+
+
+def _without_a_unit(config: OffloadConfig) -> Iterator[_Line]:
+    """Yield an error for each capacity that holds nothing of any model: ``64`` is 64 bytes."""
+    tiers = ((f"tier {tier.tier_name}", getattr(tier, "capacity", None)) for tier in config.secondary)
+    for about, capacity in (("config", config.primary.capacity), *tiers):
+        if isinstance(capacity, int) and capacity < VALUE_ALIGN:
+            where = "primary.capacity" if about == "config" else "capacity"
+            text = f"{where}: {format_size(capacity)} holds no chunk of any model. Did you mean {capacity}GiB?"
+            yield _Line(about, Finding("error", text, "write the unit: a number without one is of bytes"))
 
 
 def _examine(config: OffloadConfig, value_bytes: int, timeout: float) -> list[_Line]:

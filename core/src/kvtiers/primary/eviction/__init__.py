@@ -36,12 +36,13 @@ def policy_class(name: str) -> type[EvictionPolicy]:
     if name in BUILT_IN:
         return BUILT_IN[name]
     # Only a name that is not ours is worth a walk over all installed distributions.
-    from kvtiers.plugins import EVICTION_GROUP, did_you_mean, installed_names, load_class
+    from kvtiers.plugins import EVICTION_GROUP, did_you_mean, installed_names, load_class, shown_name
 
     installed = installed_names(EVICTION_GROUP)
     if name not in installed:
         known = sorted({*BUILT_IN, *installed})
-        text = f"unknown eviction policy {name!r}.{did_you_mean(name, known)} Eviction policies: {', '.join(known)}."
+        hint, names = did_you_mean(name, known), ", ".join(known)
+        text = f"unknown eviction policy {shown_name(name)}.{hint} Eviction policies: {names}."
         raise ConfigError(text)
     try:
         found = load_class(EVICTION_GROUP, name, "eviction policy")

@@ -59,11 +59,10 @@ def _room(config: FsConfig, slab: Slab) -> Iterator[Finding]:
     limits = f"capacity {format_size(config.capacity)}, min_free {format_size(config.min_free)}"
     possible = max(0, taken + free - config.min_free)
     if config.capacity > possible:
-        yield Finding(
-            "warning",
-            f"the disk has no room for the capacity: {limits}; {held}",
-            f"lower capacity to {format_size(possible)}; until then min_free is the limit",
-        )
+        fix = f"lower capacity to {format_size(possible)}; until then min_free is the limit"
+        if not possible:
+            fix = "make room on the disk, or lower min_free: no more than that is free and the slab's"
+        yield Finding("warning", f"the disk has no room for the capacity: {limits}; {held}", fix)
     else:
         yield Finding("ok", f"{limits}; {held}")
 
