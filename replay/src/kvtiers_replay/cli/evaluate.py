@@ -20,7 +20,7 @@ from kvtiers_replay.cli.size import (
     tokens_per_block_option,
 )
 from kvtiers_replay.evaluate.evaluation import Evaluation, Question, evaluate
-from kvtiers_replay.evaluate.offers import TIER_TYPES
+from kvtiers_replay.evaluate.offers import GIB_MONTH
 from kvtiers_replay.logs import LogKind, Reading, ReadLog, read_log
 from kvtiers_replay.sizing import ModelShape, read_model, suggest
 
@@ -36,7 +36,6 @@ class _StoppedError(Exception):
 
 
 def _prices(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, float]:
-    names = [tier.link for tier in TIER_TYPES]
     found = {}
     for text in values:
         name, _, price = text.partition("=")
@@ -44,8 +43,10 @@ def _prices(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -
             found[name] = float(price)
         except ValueError:
             found[name] = -1.0
-        if name not in names or not 0 <= found[name] < 1e9:
-            raise click.BadParameter(f"expected one of {', '.join(names)}, '=' and a price, got {text!r}", ctx, param)
+        if name not in GIB_MONTH or not 0 <= found[name] < 1e9:
+            raise click.BadParameter(
+                f"expected one of {', '.join(GIB_MONTH)}, '=' and a price, got {text!r}", ctx, param
+            )
     return found
 
 
@@ -74,7 +75,7 @@ Examples:
 Prompts are hashed as they are read, under a random key, and not kept. A line that cannot be used is counted by what
 is wrong with it, and the rest is read. Texts have no token ids: --chars-per-token says how long a token is.
 
-The plan serves the log with the real manager over keys alone: memory of several sizes, then a tier behind the best.
+The plan serves the log with the real manager over keys alone: memory of several sizes, alone and with tiers behind it.
 What the GPU's own prefix cache hits is not counted as saved. Then the first requests go through the whole stack.
 
 Exit status: 0, 1 if bytes came back wrong, 2 if the log, the model or the command line is wrong, 130 stopped.""",
@@ -107,7 +108,7 @@ Exit status: 0, 1 if bytes came back wrong, 2 if the log, the model or the comma
 @click.option("--currency", metavar="TEXT", default="$", show_default=True, help="Sign before an amount of money.")
 @click.option("--tier-price", metavar="TIER=PRICE", multiple=True, callback=_prices,
               help="Price of a GiB for a month; may be given for each."
-              f"  [default: {', '.join(f'{tier.link}={tier.gib_month:.2g}' for tier in TIER_TYPES)}]")  # fmt: skip
+              f"  [default: {', '.join(f'{name}={price:.2g}' for name, price in GIB_MONTH.items())}]")  # fmt: skip
 @click.option("--gpu-cache", metavar="SIZE", callback=with_unit(parse_size),
               help="KV that the GPUs of an engine hold.  [default: 40GiB for each of --tp]")  # fmt: skip
 @click.option("--most-memory", metavar="SIZE", callback=with_unit(parse_size), default="128GiB", show_default=True,
@@ -241,7 +242,7 @@ def _print(found: Evaluation, output: Path) -> None:
     click.echo()
     print_table(text.TIER_COLUMNS, text.tier_rows(found))
     click.echo()
-    for line in text.verdict(found):
+    for line in [*text.verdict(found), *text.assumed(found)]:
         click.echo(line)
     click.echo(f"\n{starter_yaml(found)}")
     click.echo(f"All of it, with what it stands on: {output}")

@@ -202,7 +202,8 @@ def test_whether_turn_hazard_would_pay_is_said_where_the_primary_is_scarce_with_
         assert line == f"'primary.eviction: turn-hazard' would not pay: {best['points']:+.1f} points over lru at best."
     else:
         assert line.startswith(
-            "'primary.eviction: turn-hazard' instead of lru, in points of hits by size of the primary: "
+            "'primary.eviction: turn-hazard' instead of lru, in points of hits by the primary's share of all different "
+            "chunks: "
         )
         assert line.endswith(
             f"At best {best['gpu_seconds']:,.0f} GPU seconds of prefill over this trace, at 5,000 tokens/s."
