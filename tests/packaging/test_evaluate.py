@@ -69,7 +69,11 @@ def test_the_figures_are_those_of_the_log_and_the_page_has_them(evaluator):
     assert found["gpu_seconds_saved"] == pytest.approx(seconds)
     assert found["money_saved_a_day"] == pytest.approx(saved)
     disk, server, bucket = found["tiers"]
-    assert (disk["pays"], disk["cost_a_day"], disk["points"]) == (True, 0.0, pytest.approx(100 * BACK / ASKED))
+    room = DIFFERENT * VALUE / GIB * 0.01 / MONTH
+    assert (disk["pays"], disk["cost_a_day"]) == (True, pytest.approx(room))
+    assert disk["points"] == pytest.approx(100 * BACK / ASKED)
+    assert found["primary_bytes"] == 2 * GIB
+    assert found["hardware_a_day"] == pytest.approx(2 * 0.3 / MONTH + room)
     cost = DIFFERENT * VALUE / GIB * 5 / MONTH
     assert cost > saved
     assert (server["pays"], server["cost_a_day"]) == (False, pytest.approx(cost))

@@ -38,7 +38,7 @@ class Link(NamedTuple):
 class Latencies:
     """Durations by bucket: ``counts[i]`` times up to ``bounds[i]``, and one more count for longer ones.
 
-    Of samples, percentiles are exact; of a histogram, the upper edge of their bucket.
+    Of samples, percentiles are ``exact``; of a histogram, the upper edge of their bucket.
     """
 
     bounds: tuple[float, ...] = _BOUNDS
@@ -47,6 +47,7 @@ class Latencies:
     p50: float = 0.0
     p99: float = 0.0
     worst: float = 0.0
+    exact: bool = True
 
     @classmethod
     def of_samples(cls, seconds: Iterable[float]) -> "Latencies":
@@ -73,7 +74,7 @@ class Latencies:
             wanted = max(1, math.ceil(share * ends[-1]))
             return bounds[min(bisect_left(ends, wanted), len(bounds) - 1)] if ends[-1] else 0.0
 
-        return cls(bounds, counts, figures["sum"], at(0.5), at(0.99), at(1.0))
+        return cls(bounds, counts, figures["sum"], at(0.5), at(0.99), at(1.0), exact=False)
 
     @property
     def count(self) -> int:

@@ -11,8 +11,9 @@ import yaml
 from kvtiers.config import load_config
 from kvtiers_replay.evaluate import Evaluation, Question, evaluate
 from kvtiers_replay.evaluate.first_requests import try_it
+from kvtiers_replay.evaluate.offers import config_size
 from kvtiers_replay.evaluate.starter import starter_yaml
-from kvtiers_replay.evaluate.text import about, assumptions, verdict
+from kvtiers_replay.evaluate.text import MEMORY_COLUMNS, about, assumed, assumptions, memory_rows, verdict
 from kvtiers_replay.logs import Reading, ReadLog, read_log
 from kvtiers_replay.sizing import LayerGroup, ModelShape
 from kvtiers_replay.workload import ReplayRequest
@@ -90,7 +91,7 @@ def test_sizes_are_those_that_were_asked_for_and_not_what_so_many_chunks_fill():
 @pytest.mark.parametrize("engines", [1, 3])
 def test_the_yaml_s_sizes_have_room_for_a_chunk_however_little_memory_was_asked_for(engines):
     found = evaluate(log_of(), question(memory=[MIB], engines=engines))
-    found.offers = [replace(offer(found, "disk"), size=4 * MIB, pays=True)]
+    found.offers_by_memory = {found.primary.case.primary: [replace(offer(found, "disk"), size=4 * MIB, pays=True)]}
     config = load_config(yaml.safe_load(starter_yaml(found)))
     assert config.primary.capacity == found.as_data()["primary_bytes"] == found.sizes.value_bytes > 2 * MIB
     assert config.secondary[0].capacity >= found.sizes.value_bytes
@@ -127,7 +128,7 @@ def test_a_log_is_as_long_as_people_say_it(seconds, text):
     [
         ({}, "object", "computing is faster at any length: 10,000 tokens/s are 1.3 GB/s of KV, and it reads 1 GB/s"),
         ({"prices": {"disk": 1e6}}, "disk", "a day and saves $"),
-        ({"most_memory": 64 * GIB}, "disk", "in the GPU's cache and the memory in front of it already"),
+        ({"memory": [64 * GIB]}, "disk", "in the GPU's cache and the memory in front of it already"),
     ],
 )
 def test_a_tier_that_does_not_pay_says_why(given, link, why):
@@ -148,6 +149,52 @@ def test_where_no_size_pays_the_reason_is_that_of_a_size_which_has_what_comes_ba
     assert found.saved > 0
     assert found.why.startswith("it costs $")
     assert found.size == evaluation.bytes_of(None)
+
+
+def test_memory_costs_money_and_a_small_one_with_a_disk_is_a_row(usual):
+    """64 GiB and an NVMe drive is the commonest machine; its row is here, and what both cost."""
+    rows = [dict(zip(MEMORY_COLUMNS, row, strict=True)) for row in memory_rows(usual)]
+    alone = [row for row in rows[1:] if not row["disk behind it"]]
+    sizes = [row["memory"].removesuffix(" *") for row in alone]
+    assert sizes == ["2 MiB", "8 MiB", "16 MiB", "32 MiB", "64 MiB"]  # 4 MiB have room for one sealed chunk, too
+    with_disk = [row for row in rows if row["disk behind it"]]
+    assert [row["memory"].removesuffix(" *") for row in with_disk] == sizes[1:]  # with one row nothing can be promoted
+    rates = [[float(row["hits"].split()[0]) for row in some] for some in (alone[1:], with_disk)]
+    assert all(disk > memory for memory, disk in zip(*rates, strict=True))
+    assert [bool(row["disk behind it"]) for row in rows if row["memory"].endswith("*")] == [True]
+    dear = evaluate(log_of(), question(prices={"memory": 1e5}))
+    assert dear.primary.case.primary < usual.primary.case.primary
+
+
+def test_what_hardware_costs_is_taken_from_what_is_saved(usual):
+    data = usual.as_data()
+    per_day = [data["primary_bytes"] / GIB * 0.3 / 30.4, usual.chosen.size / GIB * 0.01 / 30.4]
+    assert data["hardware_a_day"] == pytest.approx(sum(per_day))
+    assert data["prices_a_gib_month"]["memory"] == 0.3
+    left = data["money_saved_a_day"] - data["hardware_a_day"]
+    assert f"${data['money_saved_a_day']:,.2f} a day before hardware and ${left:,.2f} after it" in verdict(usual)[0]
+    lost = evaluate(log_of(), question(prices={"memory": 1e9, "disk": 1e9, "network": 1e9, "object": 1e8}))
+    assert not lost.pays
+    assert "neither memory nor a tier that could hold the rest is worth its price" in verdict(lost)[0]
+
+
+def test_two_lines_say_which_model_engines_and_prices_are_assumed():
+    model, prices = assumed(evaluate(log_of(), question(engines=3, gpu_cache=16 * MIB, prices={"disk": 0.5})))
+    assert model == (
+        "Assumed: eight, 128 KiB of KV a token; 3 engines of 1 GPU, each with 16 MiB of KV on its GPUs and 10,000 "
+        "tokens/s of prefill."
+    )
+    assert prices.startswith("Prices: $2.5 for a GPU's hour; for a GiB and month memory $0.3, disk $0.5, as bought")
+    assert ", as many as the log keeps busy, each" in assumed(evaluate(log_of(), question(engines=0)))[0]
+
+
+def test_sizes_of_several_engines_are_those_of_all_and_the_yaml_says_of_which_a_capacity_is():
+    found = evaluate(log_of(), question(engines=2))
+    assert memory_rows(found)[-1][0].removesuffix(" *") == "128 MiB (2 x 64 MiB)"
+    text = starter_yaml(found)
+    assert "# memory of the machine of one of 2 engines" in text
+    share = -(-found.chosen.size // 2)
+    assert f"of one of 2 engines: give engines that share the folder {config_size(2 * share)} together" in text
 
 
 def test_a_link_that_the_log_overfills_does_not_pay():

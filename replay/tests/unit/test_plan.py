@@ -153,7 +153,7 @@ def test_what_another_policy_changes_is_priced_where_the_primary_is_scarce(trace
         assert change.gpu_seconds == pytest.approx(more_hits * trace.tokens_per_chunk / 100)
         assert change.points == pytest.approx(100 * more_hits / trace.references)
     line = change_line([replace(found[0], after=replace(found[0].after, hits={"primary": 10**6}))], trace, 100.0)
-    assert "turn-hazard' instead of lru, in points of hits by size of the primary: +" in line
+    assert "turn-hazard' instead of lru, in points of hits by the primary's share of all different chunks: +" in line
     worse = change_line([replace(found[0], after=found[0].before)], trace, 100.0)
     assert worse == "'primary.eviction: turn-hazard' would not pay: +0.0 points over lru at best."
     assert change_line([], trace, 100.0) == ""

@@ -4,8 +4,9 @@ import io
 import subprocess
 import sys
 
+from kvtiers.metrics import Histogram
 from kvtiers_replay.engine.measures import Progress
-from kvtiers_replay.report.text import heading, progress_line, show_progress, tables
+from kvtiers_replay.report.text import heading, own_figures, progress_line, show_progress, tables
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken
 
 PROGRESS = Progress(3, 9, 200, 0, {"gpu": 20, "primary": 60, "memory": 30, "fs": 10})
@@ -77,6 +78,20 @@ def test_times_have_their_percentiles_in_units_that_people_read() -> None:
     assert rows["lookup"] == ["500 us", "2 ms", "3 s"]
     assert rows["first token at 8,000 tokens/s, with tiers"] == ["500 ms"] * 3
     assert rows["first token at 8,000 tokens/s, without"] == ["1.5 s"] * 3
+
+
+def test_a_percentile_of_a_histogram_is_said_to_be_at_most_its_bucket_s_edge() -> None:
+    histogram = Histogram()
+    for _ in range(99):
+        histogram.observe(0.003)
+    read = Latencies.of_histogram(histogram.as_data())
+    assert shown(results(latencies={"lookup": read}))["lookup"] == ["at most 3.91 ms"] * 3
+    histogram.observe(1e6)
+    read = Latencies.of_histogram(histogram.as_data())
+    assert shown(results(latencies={"lookup": read}))["lookup"][2].startswith("over ")
+    assert own_figures(results(own_figures={"fs": [{"retries": 0}], "far": [{"retries": 1, "lost": 0}]})) == [
+        ("far", [("retries", "1")])
+    ]
 
 
 def test_hits_over_time_are_shares_of_what_was_asked_for_then() -> None:

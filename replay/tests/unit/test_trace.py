@@ -58,6 +58,47 @@ def test_blocks_of_another_size_are_read_and_must_be_the_same_throughout(tmp_pat
         read_trace_of(tmp_path, small + GOOD)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ids", "said"),
+    [
+        (500, 8, "'hash_ids' has 8 entries, but 500 tokens are 1 block of 512 tokens ('tokens_per_block'); are they"),
+        (500, 7, 'are they of 64? Then put "tokens_per_block": 64 into its lines, or give --tokens-per-block 64'),
+        (12_000, 750, "but 12000 tokens are 24 blocks of 512 tokens ('tokens_per_block'); are they of 16?"),
+        (5_000, 50, "; are they of 100?"),
+        (1024, 1, "'hash_ids' has 1 entry, but 1024 tokens are 2 blocks of 512 tokens ('tokens_per_block'); are they"),
+        (1024, 0, "'hash_ids' has 0 entries, but 1024 tokens are 2 blocks of 512 tokens ('tokens_per_block')"),
+    ],
+)  # fmt: skip
+def test_blocks_of_another_size_are_never_taken_for_ours_but_named(tmp_path, tokens, ids, said) -> None:
+    """Ids that are cut to fewer and longer blocks made 99.7 % hits of 31.9 %."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(GOOD + line(tokens, list(range(ids))) + GOOD)
+    with pytest.raises(ConfigError) as refused:
+        read_trace(path)
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{path}:4: ")
+    assert said in problem
+
+
+def test_the_size_of_blocks_may_be_given_and_must_be_what_lines_say(tmp_path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line(500, list(range(8))))
+    found = read_trace(path, tokens_per_block=64)
+    assert (found.tokens_per_block, len(found.requests[0].block_hashes)) == (64, 7)
+    path.write_text('{"input_length": 40, "hash_ids": [1, 2, 3], "tokens_per_block": 16}\n')
+    assert read_trace(path, tokens_per_block=16).tokens_per_block == 16
+    with pytest.raises(ConfigError, match="'tokens_per_block' is 16, but --tokens-per-block 64 was given"):
+        read_trace(path, tokens_per_block=64)
+
+
+@pytest.mark.parametrize("units", [1e3, 1e6, 1e9])
+def test_times_since_1970_are_read_in_the_unit_that_their_size_says(tmp_path, units) -> None:
+    begin = 1_764_000_000
+    lines = line(512, [1], int(begin * units)) + line(512, [2], int((begin + 60) * units))
+    first, second = read_trace_of(tmp_path, lines)
+    assert second.arrival - first.arrival == pytest.approx(60)
+
+
 def test_hints_and_the_length_of_the_answer_are_read_where_they_are(tmp_path) -> None:
     with_hints = {"input_length": 512, "hash_ids": [1], "output_length": 40, "session": "s", "session_ends": True}
     lines = [json.dumps(fields) for fields in (with_hints, {"input_length": 512, "hash_ids": [2]})]
@@ -78,13 +119,13 @@ def test_only_the_wanted_requests_are_read(tmp_path) -> None:
     [
         ("{", "this is no JSON"),
         ("[1]", "a JSON list, not an object"),
-        ("{}", "'input_length' is missing, not a number of 0 or more"),
-        (line(-1, []), "'input_length' is -1, not a number of 0 or more"),
+        ("{}", "'input_length' is missing, not a whole number of 0 or more"),
+        (line(-1, []), "'input_length' is -1, not a whole number of 0 or more"),
         (line(True, []), "'input_length' is True"),
         ('{"input_length": 1024}', "'hash_ids' is missing"),
         (line(1024, [[]]), "'hash_ids' is not a list of ids"),
-        (line(1024, [1]), "'hash_ids' has 1 entries, but 1024 tokens have 2 full blocks"),
-        (line(600, [1, 2], timestamp=-4), "'timestamp' is -4"),
+        (line(600, [1, 2], timestamp=-4), "'timestamp' is -4, not whole milliseconds of 0 or more"),
+        (line(600, [1, 2], timestamp=61.114), "'timestamp' is 61.114, not whole milliseconds of 0 or more"),
     ],
 )
 def test_a_malformed_line_is_one_clear_line_with_file_and_number(tmp_path, bad, text) -> None:

@@ -1,5 +1,8 @@
 """ARC: what is used again survives what is used once, and the ghost lists teach it how much of each to keep."""
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from kvtiers.primary.eviction import ARCPolicy
 
 
@@ -133,8 +136,8 @@ def test_below_its_target_the_first_list_is_spared():
     assert policy.target == 2
     assert text_of(policy.coldest()) == "ab"
     store(policy, "c", "sixth")
-    assert text_of(policy.coldest()) == "bac"
-    assert text_of(policy.evict(3)) == "bac"
+    assert text_of(policy.coldest()) == "abc"
+    assert text_of(policy.evict(3)) == "abc"
 
 
 def test_ghosts_never_outnumber_the_rows():
@@ -169,3 +172,76 @@ def test_what_a_request_uses_is_spared_also_when_another_one_s_end_has_moved_it(
     policy.mark_evictable(names("x"))
     store(policy, "y", "z")
     assert text_of(policy.evict_unused(5, "r")) == "y"
+
+
+class TextbookARC:
+    """ARC as in figure 4 of Megiddo and Modha, one chunk a request; each ghost list has as many keys as the cache."""
+
+    def __init__(self, capacity):
+        self.capacity, self.p = capacity, 0.0
+        self.t1, self.t2, self.b1, self.b2 = [], [], [], []  # the least recently used first
+
+    def request(self, x):
+        """Serve a request; return whether it was a hit."""
+        t1, t2, b1, b2 = self.t1, self.t2, self.b1, self.b2
+        for resident in (t1, t2):
+            if x in resident:
+                resident.remove(x)
+                t2.append(x)
+                return True
+        if x in b1:
+            self.p = min(self.p + max(1.0, len(b2) / len(b1)), float(self.capacity))
+        elif x in b2:
+            self.p = max(self.p - max(1.0, len(b1) / len(b2)), 0.0)
+        if len(t1) + len(t2) == self.capacity:
+            self._replace(x)
+        comes_back = x in b1 or x in b2
+        for ghosts in (b1, b2):
+            if x in ghosts:
+                ghosts.remove(x)
+            del ghosts[: -self.capacity]
+        (t2 if comes_back else t1).append(x)
+        return False
+
+    def _replace(self, x):
+        t1 = self.t1
+        if t1 and (len(t1) > self.p or (x in self.b2 and len(t1) == self.p) or not self.t2):
+            self.b1.append(t1.pop(0))
+        else:
+            self.b2.append(self.t2.pop(0))
+
+
+@settings(deadline=None)
+@given(capacity=st.integers(1, 8), asked=st.lists(st.integers(0, 14), max_size=150))
+def test_requests_of_one_chunk_each_are_served_as_the_paper_says(capacity, asked):
+    textbook, policy, resident = TextbookARC(capacity), ARCPolicy(capacity), set()
+    for number, chunk in enumerate(asked):
+        key, request_id = b"%05d" % chunk, f"r{number}"
+        is_hit = key in resident
+        assert is_hit == textbook.request(chunk)
+        if is_hit:
+            policy.access([key], request_id)
+        else:
+            policy.on_store_miss([key], request_id)
+            if len(resident) == capacity:
+                resident.difference_update(policy.evict(1))
+            resident.add(key)
+            policy.access([key], request_id, [key])
+            policy.mark_evictable([key])
+        policy.request_finished(request_id)
+        assert resident == {b"%05d" % each for each in textbook.t1 + textbook.t2}
+        assert policy.target == textbook.p
+    # And in the order in which they would leave, if nothing else came.
+    left = policy.evict(len(resident))
+    assert [key for key in left if int(key) in textbook.t1] == [b"%05d" % each for each in textbook.t1]
+    assert [key for key in left if int(key) in textbook.t2] == [b"%05d" % each for each in textbook.t2]
+
+
+def test_a_chunk_that_comes_back_from_a_ghost_list_is_one_that_was_used_again():
+    policy = ARCPolicy(capacity=4)
+    store(policy, "abcd", "first")
+    assert text_of(policy.evict(2)) == "dc"
+    store(policy, "cd", "second")
+    store(policy, "xy", "third")
+    assert text_of(policy.evict(4)) == "bayx"
+    assert text_of(policy.evict(2)) == "dc"

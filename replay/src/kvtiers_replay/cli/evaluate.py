@@ -12,17 +12,21 @@ import click
 from kvtiers.api.units import parse_size
 from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.cli.progress import show_progress, stop_on_interrupt
-from kvtiers_replay.cli.size import link_options, links_of, model_options
+from kvtiers_replay.cli.size import (
+    DEFAULT_MODEL,
+    link_options,
+    links_of,
+    model_options,
+    tokens_per_block_option,
+)
 from kvtiers_replay.evaluate.evaluation import Evaluation, Question, evaluate
-from kvtiers_replay.evaluate.offers import TIER_TYPES
+from kvtiers_replay.evaluate.offers import GIB_MONTH
 from kvtiers_replay.logs import LogKind, Reading, ReadLog, read_log
 from kvtiers_replay.sizing import ModelShape, read_model, suggest
-from kvtiers_replay.sizing.model import LayerGroup
 
 __all__ = ["evaluate_command"]
 
 _DEFAULT_PAGE = "kvtiers-evaluation.html"
-_DEFAULT_MODEL = ModelShape("Llama 3.1 8B (no --model given)", "GQA", "bfloat16", 1, (LayerGroup(32, 4096),))
 _LEAST_TOKENS = 64
 _GPU_CACHE = 40 << 30
 
@@ -32,7 +36,6 @@ class _StoppedError(Exception):
 
 
 def _prices(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, float]:
-    names = [tier.link for tier in TIER_TYPES]
     found = {}
     for text in values:
         name, _, price = text.partition("=")
@@ -40,8 +43,10 @@ def _prices(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -
             found[name] = float(price)
         except ValueError:
             found[name] = -1.0
-        if name not in names or not 0 <= found[name] < 1e9:
-            raise click.BadParameter(f"expected one of {', '.join(names)}, '=' and a price, got {text!r}", ctx, param)
+        if name not in GIB_MONTH or not 0 <= found[name] < 1e9:
+            raise click.BadParameter(
+                f"expected one of {', '.join(GIB_MONTH)}, '=' and a price, got {text!r}", ctx, param
+            )
     return found
 
 
@@ -70,7 +75,7 @@ Examples:
 Prompts are hashed as they are read, under a random key, and not kept. A line that cannot be used is counted by what
 is wrong with it, and the rest is read. Texts have no token ids: --chars-per-token says how long a token is.
 
-The plan serves the log with the real manager over keys alone: memory of several sizes, then a tier behind the best.
+The plan serves the log with the real manager over keys alone: memory of several sizes, alone and with tiers behind it.
 What the GPU's own prefix cache hits is not counted as saved. Then the first requests go through the whole stack.
 
 Exit status: 0, 1 if bytes came back wrong, 2 if the log, the model or the command line is wrong, 130 stopped.""",
@@ -83,6 +88,11 @@ Exit status: 0, 1 if bytes came back wrong, 2 if the log, the model or the comma
               help="How long the log's traffic took.  [default: by its times]")  # fmt: skip
 @click.option("--chars-per-token", metavar="X", type=click.FloatRange(0.25, 64), default=4.0, show_default=True,
               help="Letters of a token, where a prompt is a text.")  # fmt: skip
+@click.option("--media-tokens", metavar="N", type=click.IntRange(1, 1 << 20),
+              help="Tokens of an image or another part of a message that is no text.  [default: what the request's "
+              "'usage' leaves for it, or 1024]")  # fmt: skip
+@click.option("--only-model", metavar="NAME", help="Only the requests of this model or adapter.")
+@tokens_per_block_option
 @click.option("--tokens-per-chunk", metavar="N", type=click.IntRange(1, 65536),
               help="Tokens of a chunk, the unit of hits.  [default: what suits the model and all tiers]")  # fmt: skip
 @click.option("--model", metavar="FILE", type=click.Path(),
@@ -98,7 +108,7 @@ Exit status: 0, 1 if bytes came back wrong, 2 if the log, the model or the comma
 @click.option("--currency", metavar="TEXT", default="$", show_default=True, help="Sign before an amount of money.")
 @click.option("--tier-price", metavar="TIER=PRICE", multiple=True, callback=_prices,
               help="Price of a GiB for a month; may be given for each."
-              f"  [default: {', '.join(f'{tier.link}={tier.gib_month:.2g}' for tier in TIER_TYPES)}]")  # fmt: skip
+              f"  [default: {', '.join(f'{name}={price:.2g}' for name, price in GIB_MONTH.items())}]")  # fmt: skip
 @click.option("--gpu-cache", metavar="SIZE", callback=with_unit(parse_size),
               help="KV that the GPUs of an engine hold.  [default: 40GiB for each of --tp]")  # fmt: skip
 @click.option("--most-memory", metavar="SIZE", callback=with_unit(parse_size), default="128GiB", show_default=True,
@@ -121,6 +131,9 @@ def evaluate_command(
     requests: int | None,
     hours: float | None,
     chars_per_token: float,
+    media_tokens: int | None,
+    only_model: str | None,
+    tokens_per_block: int | None,
     tokens_per_chunk: int | None,
     model: str | None,
     tp: int,
@@ -135,13 +148,18 @@ def evaluate_command(
     given = [(kind, path) for kind, path in logs.items() if path]
     if len(given) != 1:
         raise click.UsageError("give one of --log, --vllm-log and --openai-log")
-    shape = _DEFAULT_MODEL
+    if only_model is not None and vllm_log:
+        raise click.UsageError("--only-model needs a log that names models: that of a vLLM server is of one")
+    shape = DEFAULT_MODEL
     if model:
         shape = read_model(model, kv_dtype=kv_dtype, ranks=tp)
     elif tp > 1 or kv_dtype != "auto":
         raise click.UsageError("--tp and --kv-dtype need a --model")
     question = _question(shape, tp, hours, **machine)
-    reading = Reading(given[0][0], tokens_per_chunk or _good_chunk(question), chars_per_token, requests)
+    reading = Reading(
+        given[0][0], tokens_per_chunk or _good_chunk(question), chars_per_token, requests, tokens_per_block,
+        media_tokens, only_model,
+    )  # fmt: skip
     found = _run(given[0][1], reading, question, replays=not no_replay)
     if found is None:
         click.echo("stopped; nothing was written", err=True)
@@ -224,7 +242,7 @@ def _print(found: Evaluation, output: Path) -> None:
     click.echo()
     print_table(text.TIER_COLUMNS, text.tier_rows(found))
     click.echo()
-    for line in text.verdict(found):
+    for line in [*text.verdict(found), *text.assumed(found)]:
         click.echo(line)
     click.echo(f"\n{starter_yaml(found)}")
     click.echo(f"All of it, with what it stands on: {output}")

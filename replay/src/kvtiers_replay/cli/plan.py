@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 
 from kvtiers.api.config import EACH_OTHER_TENANT
-from kvtiers.api.units import parse_size
+from kvtiers.api.units import format_size, parse_size
 from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.cli.progress import show_progress, stop_on_interrupt
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.layout.tenants import Tenants
-from kvtiers_replay.cli.size import model_options
+from kvtiers_replay.cli.size import DEFAULT_MODEL, model_options, tokens_per_block_option
 from kvtiers_replay.plan import (
     Plan,
     PlanCase,
@@ -34,7 +34,7 @@ from kvtiers_replay.plan import (
 from kvtiers_replay.plan.other_policy import DEFAULT_PREFILL_SPEED
 from kvtiers_replay.plan.series import series_of, swept_size
 from kvtiers_replay.plan.simulate import tenant_in
-from kvtiers_replay.plan.sizes import DEFAULT_PRIMARY
+from kvtiers_replay.plan.sizes import DEFAULT_PRIMARY, BytesUnknownError
 from kvtiers_replay.sizing import read_model
 from kvtiers_replay.trace import read_trace
 from kvtiers_replay.workload import Workload
@@ -87,10 +87,10 @@ Examples:
   kvtiers plan --trace trace.jsonl.gz --primary 64GiB,128GiB --bytes-per-token 128KiB \\
       --policy lru,arc --plot plan.html
 
-A size is a share of the trace's different blocks (10%), bytes (64GiB; needs --model or --bytes-per-token),
-'unlimited', or for a secondary tier 0: without it. Every combination is simulated: the real manager, eviction and
-admission serve the requests one after the other, over rows without bytes and tiers that answer at once. A tier is
-taken as an LRU; ages, time to live and waiting are not simulated. One chunk is one block of the trace.
+A size is a share of the trace's different blocks (10%), bytes (64GiB; of --model or --bytes-per-token, or else of
+Llama 3.1 8B), 'unlimited', or for a secondary tier 0: without it. Every combination is simulated: the real manager,
+eviction and admission serve the requests one after the other, over rows without bytes and tiers that answer at once.
+A tier is taken as an LRU; ages, time to live and waiting are not simulated. One chunk is one block of the trace.
 
 Exit status: 0, 1 if no case reaches the --wish, 2 if the config, the trace or the command line is wrong, 130 stopped
 by Ctrl-C (what was found so far is printed)."""
@@ -100,6 +100,7 @@ by Ctrl-C (what was found so far is printed)."""
     "--config", "config_file", metavar="FILE", type=click.Path(),
     help="Tiers, sizes, policy and budgets, as YAML; without it a primary alone.",
 )  # fmt: skip
+@tokens_per_block_option
 @click.option("--requests", metavar="N", type=click.IntRange(min=1), help="Only this many requests, from the first on.")
 @click.option(
     "--primary", metavar="SIZES", callback=_list_of,
@@ -139,6 +140,7 @@ def plan(
     ctx: click.Context,
     trace: str,
     config_file: str | None,
+    tokens_per_block: int | None,
     requests: int | None,
     primary: list[str],
     secondary: dict[str, list[str]],
@@ -159,16 +161,11 @@ def plan(
     config = load_config(config_file) if config_file else None
     if model:
         bytes_per_token = read_model(model, kv_dtype=kv_dtype, ranks=tp).bytes_per_token
-    workload = read_trace(trace, requests)
+    workload = read_trace(trace, requests, tokens_per_block)
     chunks = PlanTrace(workload, *_tenants_apart(workload, config))
-    sizes = PlanSizes(chunks.unique)
-    if bytes_per_token:
-        sizes = PlanSizes.of_tokens(chunks.unique, chunks.tokens_per_chunk, bytes_per_token)
-    elif config and (tiers := [tier.tier_name for tier in config.secondary if tier.quotas]):
-        text = "plan: the quotas of {} are left out: give --model or --bytes-per-token to have them simulated"
-        click.echo(text.format(", ".join(tiers)), err=True)
+    sizes, cases = _cases(chunks, bytes_per_token, Wanted(primary, secondary, policy), config)
     found = Plan(workload.name, chunks, sizes, wish, prefill_speed=prefill_speed)
-    _fill(found, plan_cases(Wanted(primary, secondary, policy), sizes, config), processes, compares=not policy)
+    _fill(found, cases, processes, compares=not policy)
     if plot and found.points:
         from kvtiers_replay.plan.page import as_html, as_svg  # slow, and only wanted here
 
@@ -180,6 +177,27 @@ def plan(
     if found.interrupted:
         ctx.exit(130)
     ctx.exit(1 if wish is not None and not found.smallest else 0)
+
+
+def _cases(
+    chunks: PlanTrace, bytes_per_token: int | None, wanted: Wanted, config: OffloadConfig | None
+) -> tuple[PlanSizes, list[PlanCase]]:
+    """Return the sizes and the cases: of a usual model, where sizes in bytes need one and none is given."""
+    sizes = PlanSizes(chunks.unique)
+    if bytes_per_token:
+        sizes = PlanSizes.of_tokens(chunks.unique, chunks.tokens_per_chunk, bytes_per_token)
+    try:
+        cases = plan_cases(wanted, sizes, config)
+    except BytesUnknownError:
+        usual = DEFAULT_MODEL.bytes_per_token
+        sizes = PlanSizes.of_tokens(chunks.unique, chunks.tokens_per_chunk, usual)
+        text = "plan: sizes in bytes are taken as KV of {}, {} a token: give --model config.json or --bytes-per-token"
+        click.echo(text.format(DEFAULT_MODEL.name, format_size(usual)), err=True)
+        return sizes, plan_cases(wanted, sizes, config)
+    if not bytes_per_token and config and (tiers := [tier.tier_name for tier in config.secondary if tier.quotas]):
+        text = "plan: the quotas of {} are left out: give --model or --bytes-per-token to have them simulated"
+        click.echo(text.format(", ".join(tiers)), err=True)
+    return sizes, cases
 
 
 def _tenants_apart(workload: Workload, config: OffloadConfig | None) -> tuple[Collection[str], Tenants | None]:

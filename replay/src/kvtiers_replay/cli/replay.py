@@ -11,7 +11,7 @@ from kvtiers.api.units import parse_size
 from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.cli.progress import stop_on_interrupt
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers_replay.cli.size import model_options
+from kvtiers_replay.cli.size import model_options, tokens_per_block_option
 from kvtiers_replay.sizing import ModelShape, read_model
 from kvtiers_replay.workload import Workload
 
@@ -62,6 +62,7 @@ report of what was done is printed)."""
 )
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(), help="The tiers, as YAML.")
 @click.option("--trace", metavar="FILE", type=click.Path(), help="Requests in Mooncake's format, plain or gzip.")
+@tokens_per_block_option
 @click.option(
     "--workload",
     type=click.Choice(MADE_UP),
@@ -172,6 +173,7 @@ def replay(
     /,
     config_file: str | None,
     trace: str | None,
+    tokens_per_block: int | None,
     workload: str | None,
     requests: int | None,
     seed: int,
@@ -200,7 +202,7 @@ def replay(
     from kvtiers_replay.report.text import show_progress
     from kvtiers_replay.run import replay as run
 
-    load = read_workload(trace, workload, requests, seed)
+    load = read_workload(trace, workload, requests, seed, tokens_per_block)
     options = options_of(load, bytes_per_chunk, shape, **chosen)
     with stop_on_interrupt() as stop, show_progress() as progress:
         results = run(config, load, options, stop=stop, progress=progress)
@@ -255,12 +257,14 @@ def default_config() -> OffloadConfig:
     return load_config(DEFAULT_CONFIG)
 
 
-def read_workload(trace: str | None, workload: str | None, requests: int | None, seed: int) -> Workload:
+def read_workload(
+    trace: str | None, workload: str | None, requests: int | None, seed: int, tokens_per_block: int | None = None
+) -> Workload:
     """Return a trace's requests, or those of a workload that is made up."""
     if trace:
         from kvtiers_replay.trace import read_trace
 
-        return read_trace(trace, requests)
+        return read_trace(trace, requests, tokens_per_block)
     from kvtiers_replay.agent_workload import agent_workload
     from kvtiers_replay.code_workload import code_workload
     from kvtiers_replay.rag_workload import rag_workload

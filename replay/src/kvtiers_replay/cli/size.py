@@ -10,10 +10,12 @@ import click
 from kvtiers.api.units import format_duration, format_size, parse_duration
 from kvtiers.cli.output import print_heading, print_table
 from kvtiers.plugins import did_you_mean
-from kvtiers_replay.sizing import DTYPE_BYTES, LINKS, Link, ModelShape, TierSuggestion, read_model, suggest
+from kvtiers_replay.sizing import DTYPE_BYTES, LINKS, LayerGroup, Link, ModelShape, TierSuggestion, read_model, suggest
 
-__all__ = ["link_options", "links_of", "model_options", "size"]
+__all__ = ["DEFAULT_MODEL", "link_options", "links_of", "model_options", "size", "tokens_per_block_option"]
 
+DEFAULT_MODEL = ModelShape("Llama 3.1 8B (no --model given)", "GQA", "bfloat16", 1, (LayerGroup(32, 4096),))
+"""What the commands take whose figures need a model, where none is given. They say so."""
 _GIB = 1 << 30
 
 
@@ -28,6 +30,12 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
         help=f"Type of a number in the KV cache: auto (the model's), {', '.join(DTYPE_BYTES)}.",
     )  # fmt: skip
     return tp(dtype(command))
+
+
+tokens_per_block_option = click.option(
+    "--tokens-per-block", metavar="N", type=click.IntRange(1, 1 << 20),
+    help="Tokens of a block of the trace.  [default: what its lines say, or 512]",
+)  # fmt: skip
 
 
 def _by_tier(parse: Callable[[str], float], expected: str) -> Callable[..., dict[str, float]]:

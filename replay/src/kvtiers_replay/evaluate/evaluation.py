@@ -1,4 +1,6 @@
-"""An evaluation: a plan of memory sizes, a plan of one tier behind the best of them, and what both are worth.
+"""An evaluation: a plan of memory sizes, alone and each with a tier of several sizes behind it, and their worth.
+
+Memory and tiers cost money. The primary is the one with which, and with its best tier, most is left of what is saved.
 
 A chunk of the log is one value. The engine's own prefix cache on the GPU is taken as a cache of its size in front of
 all: what it hits is there without any tier, and only what the tiers hit beyond it counts as saved.
@@ -11,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtiers_replay.evaluate.offers import DAY, TIER_TYPES, Offer, Pricing, offer_of
+from kvtiers_replay.evaluate.offers import DAY, DISK, GIB_MONTH, MEMORY, TIER_TYPES, Offer, Pricing, offer_of
 from kvtiers_replay.logs import ReadLog
 from kvtiers_replay.plan import Change, PlanCase, PlanPoint, PlanSizes, PlanTier, PlanTrace, cases_of_interest, changes
 from kvtiers_replay.plan.sweep import sweep
@@ -20,7 +22,8 @@ from kvtiers_replay.sizing import LINKS, Link, ModelShape, TierSuggestion, sugge
 __all__ = ["Evaluation", "Question", "Trial", "evaluate"]
 
 _GIB = 1 << 30
-_NEAR = 0.01  # of all chunks asked for: two rates this close are as good as equal
+_NEAR = 0.01  # two amounts this close, as a share of the larger one, are as good as equal
+_NOISE = 0.001  # of all chunks asked for
 _MOST_SIZES = 6
 _TIER_SIZES = 4
 _TIER = "tier"
@@ -76,9 +79,9 @@ class Trial:
 class Evaluation:
     """All figures of an evaluation; rates are shares of the full chunks asked for.
 
-    ``gpu``: the engine's own cache alone. ``memory``: a primary alone, by size. ``behind``: the chosen primary with a
-    tier behind it, by size. ``offers``: each type of tier at its best size. ``asked``: the sizes that were tried,
-    bytes by the chunks that they have room for.
+    ``gpu``: the engine's own cache alone. ``memory``: a primary alone, by size. ``grid``: each of them with a tier
+    behind it, some with tiers of several sizes. ``primary``: the chosen one of ``memory``. ``asked``: the sizes that
+    were tried, bytes by the chunks that they have room for.
     """
 
     question: Question
@@ -90,10 +93,10 @@ class Evaluation:
     gpu: PlanPoint
     memory: list[PlanPoint]
     primary: PlanPoint
-    behind: list[PlanPoint]
+    grid: list[PlanPoint]
     asked: Mapping[int, int]
     changes: list[Change] = field(default_factory=list)
-    offers: list[Offer] = field(default_factory=list)
+    offers_by_memory: dict[int, list[Offer]] = field(default_factory=dict)
     trial: Trial | None = None
 
     @property
@@ -102,14 +105,46 @@ class Evaluation:
         return self.trace.infinite_hits / self.trace.references
 
     @property
-    def chosen(self) -> Offer | None:
-        """The tier that pays most, if any pays."""
-        return max((offer for offer in self.offers if offer.pays), key=lambda offer: offer.net, default=None)
+    def behind(self) -> list[PlanPoint]:
+        """The chosen primary with a tier behind it, by size."""
+        return self.behind_of(self.primary)
+
+    def behind_of(self, memory: PlanPoint) -> list[PlanPoint]:
+        """Return a primary with a tier behind it, by size."""
+        return [point for point in self.grid if point.case.primary == memory.case.primary]
 
     @property
-    def memory_pays(self) -> bool:
-        """Whether the chosen primary hits more than the GPU's own cache."""
-        return self.saved_chunks(self.primary) / self.trace.references >= _NEAR / 10
+    def offers(self) -> list[Offer]:
+        """Each type of tier behind the chosen primary, at its best size."""
+        return self.offers_by_memory[self.primary.case.primary]
+
+    @property
+    def chosen(self) -> Offer | None:
+        """The tier that pays most, if any pays."""
+        return _best(self.offers)
+
+    def disk_of(self, memory: PlanPoint) -> Offer | None:
+        """Return a local disk behind this primary at its best size; None: it adds nothing."""
+        found = next(each for each in self.offers_by_memory[memory.case.primary] if each.tier.link == DISK)
+        return found if found.adds_hits else None
+
+    @property
+    def pays(self) -> bool:
+        """Whether something is left of what the chosen primary and tier save, beyond noise."""
+        is_noise = self.saved_chunks(self.primary) / self.trace.references < _NOISE and self.chosen is None
+        return not is_noise and self.net(self.primary, self.chosen) > 0
+
+    def hardware(self, memory: PlanPoint, offer: Offer | None) -> float:
+        """Return what this primary and tier cost a day."""
+        room = self.pricing.room(MEMORY, self.bytes_of(memory.case.primary))
+        return room + (offer.cost if offer and offer.cost is not None else 0.0)
+
+    def net(self, memory: PlanPoint, offer: Offer | None) -> float:
+        """Return what is left of what both save: money a day, or GPU seconds where money is not known."""
+        seconds = self.gpu_seconds(memory)
+        saved = self.pricing.by_day(self.pricing.money(seconds))
+        own = seconds if saved is None else saved - self.pricing.room(MEMORY, self.bytes_of(memory.case.primary))
+        return own + (offer.net if offer else 0.0)
 
     def saved_chunks(self, point: PlanPoint) -> int:
         """Return the hits of a case beyond those of the GPU's own cache."""
@@ -168,11 +203,15 @@ class Evaluation:
             "memory": [self._case(point) for point in self.memory],
             "primary_bytes": self.bytes_of(self.primary.case.primary),
             "behind": [self._case(point) for point in self.behind],
+            "grid": [self._case(point) for point in self.grid],
             "tiers": [_offer_data(offer) for offer in self.offers],
             "chosen": self.chosen.tier.link if self.chosen else None,
             "gpu_seconds_saved": saved,
             "gpu_seconds_of_prefill": self.prefill_seconds(),
             "money_saved_a_day": pricing.by_day(pricing.money(saved)),
+            "hardware_a_day": self.hardware(self.primary, self.chosen),
+            "prices_a_gib_month": GIB_MONTH | dict(question.prices),
+            "models": dict(log.models),
             "replayed": None if self.trial is None else {name: getattr(self.trial, name) for name in _TRIAL_FIELDS},
         }
 
@@ -204,6 +243,10 @@ def _offer_data(offer: Offer) -> dict[str, Any]:
     }
 
 
+def _best(offers: Sequence[Offer]) -> Offer | None:
+    return max((offer for offer in offers if offer.pays), key=lambda offer: offer.net, default=None)
+
+
 def hits_of(point: PlanPoint) -> int:
     """Return the hits of a case, wherever they came from."""
     return sum(point.hits.values())
@@ -225,24 +268,47 @@ def evaluate(log: ReadLog, question: Question, progress: Progress = lambda _doin
     sized = [PlanCase(chunks) for chunks in asked]
     points = _simulate("sizes of memory", trace, list(dict.fromkeys([gpu_case, *sized])), question, progress)
     alone = {point.case: point for point in points}
-    chosen = [alone[case] for case in sized]
-    gpu = alone[gpu_case]
-    best = max(point.rate for point in chosen)
-    primary = next(point for point in chosen if point.rate >= best - _NEAR)
-    own = primary.case.primary
-    room = {size // value_bytes: size for size in _ladder(whole, _TIER_SIZES) if asked[own] < size < whole}
-    asked = room | asked
-    cases = [PlanCase(own, tiers=(PlanTier(_TIER, chunks),)) for chunks in [*room, trace.unique] if chunks]
-    behind = _simulate("a tier behind it", trace, cases, question, progress)
-    learning = cases_of_interest(trace, [primary.case])
-    learnt = _simulate("another eviction policy", trace, learning, question, progress)
-    suggestions = suggest(question.shape, question.tokens_per_block, question.links, question.prefill_speed)
     found = Evaluation(
-        question, log, trace, sizes, pricing, suggestions, gpu, chosen, primary, behind, asked,
-        changes(trace, [primary], learnt, question.prefill_speed),
+        question, log, trace, sizes, pricing,
+        suggest(question.shape, question.tokens_per_block, question.links, question.prefill_speed),
+        alone[gpu_case], [alone[case] for case in sized], alone[sized[0]], [], asked,
     )  # fmt: skip
-    found.offers = _offers(found)
+    room = {size // value_bytes: size for size in _ladder(whole, _TIER_SIZES) if value_bytes <= size < whole}
+    found.asked = room | asked
+
+    def add(memory: Sequence[PlanPoint], least: int, most: int) -> None:
+        """Put tiers behind these primaries: the first ``most`` sizes that are larger than memory and ``least``."""
+        cases = []
+        for point in memory:
+            above = max(asked[point.case.primary], least - 1)
+            sizes = [*(chunks for chunks, size in room.items() if size > above), trace.unique][:most]
+            cases += [PlanCase(point.case.primary, tiers=(PlanTier(_TIER, chunks),)) for chunks in sizes]
+        known = {point.case for point in found.grid}
+        new = [case for case in cases if case not in known]
+        found.grid += _simulate("tiers behind memory", trace, new, question, progress) if new else []
+        found.grid.sort(key=lambda point: (point.case.primary, point.case.tiers[0].chunks or 0))
+        found.offers_by_memory |= {point.case.primary: _offers(found, point) for point in memory}
+
+    # All sizes behind one memory, the best of them behind the others, and all behind the memory that is best then.
+    usual = found.memory[-2:][0]
+    add([usual], 0, _TIER_SIZES + 1)
+    (disk,) = (offer for offer in found.offers_by_memory[usual.case.primary] if offer.tier.link == DISK)
+    add(found.memory, disk.size, 1)
+    found.primary = _chosen(found)
+    add([found.primary], 0, _TIER_SIZES + 1)
+    learning = cases_of_interest(trace, [found.primary.case])
+    learnt = _simulate("another eviction policy", trace, learning, question, progress)
+    found.changes = changes(trace, [found.primary], learnt, question.prefill_speed)
     return found
+
+
+def _chosen(evaluation: Evaluation) -> PlanPoint:
+    """Return the primary with which most is left, with its best tier; of those that are nearly equal, the smallest."""
+    worth = [
+        evaluation.net(point, _best(evaluation.offers_by_memory[point.case.primary])) for point in evaluation.memory
+    ]
+    best = max(worth)
+    return next(point for point, each in zip(evaluation.memory, worth, strict=True) if each >= best - abs(best) * _NEAR)
 
 
 def _chunks(size: int, value_bytes: int, trace: PlanTrace) -> int:
@@ -303,14 +369,15 @@ def _runs(trace: PlanTrace) -> list[int]:
     return runs
 
 
-def _offers(evaluation: Evaluation) -> list[Offer]:
-    """Return each type of tier at the size that is worth most, of those that add hits; of equals, the smallest."""
-    primary, pricing, floor = evaluation.primary, evaluation.pricing, hits_of(evaluation.gpu)
+def _offers(evaluation: Evaluation, memory: PlanPoint) -> list[Offer]:
+    """Return each type of tier behind a primary, at the size that is worth most, of those that add hits.
+
+    Of equals, the smallest.
+    """
+    pricing, floor, behind = evaluation.pricing, hits_of(evaluation.gpu), evaluation.behind_of(memory)
     found = []
     for tier in TIER_TYPES:
-        offers = [
-            offer_of(tier, evaluation.tier_bytes(point), primary, point, floor, pricing) for point in evaluation.behind
-        ]
+        offers = [offer_of(tier, evaluation.tier_bytes(point), memory, point, floor, pricing) for point in behind]
         # Where none pays, the smallest loses least: but the reason is that of one that has what comes back.
         offers = [offer for offer in offers if offer.adds_hits] or offers
         best = max(offer.net for offer in offers)

@@ -3,8 +3,9 @@
 **Saved**: the chunks that are hits with the tier and not without it, where loading them beats computing them, times the
 seconds that the GPUs compute their tokens for. Runs shorter than the break-even of the tier's link do not count.
 
-**Costs**: its bytes at a price for a GiB and month, and for a bucket its requests. Prices and speeds are assumptions
-that options replace: memory and disks that the GPU's machine has anyway cost nothing here.
+**Costs**: its bytes at a price for a GiB and month, and for a bucket its requests. So does the memory in front of it.
+Prices and speeds are assumptions that options replace: those of memory and local disks are what they cost to buy, over
+three years, since nobody pays for them by the hour.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,19 @@ from kvtiers_replay.plan import PlanPoint
 from kvtiers_replay.sizing import Link, ModelShape
 from kvtiers_replay.sizing.links import PRIMARY, break_even_tokens
 
-__all__ = ["DAY", "TIER_TYPES", "Offer", "Pricing", "TierType", "config_size", "offer_of", "size_text"]
+__all__ = [
+    "DAY",
+    "DISK",
+    "GIB_MONTH",
+    "MEMORY",
+    "TIER_TYPES",
+    "Offer",
+    "Pricing",
+    "TierType",
+    "config_size",
+    "offer_of",
+    "size_text",
+]
 
 GIB = 1 << 30
 DAY = 86_400.0
@@ -41,11 +54,16 @@ class TierType:
 
 
 TIER_TYPES = (
-    TierType("disk", "a local disk (fs)", "type: fs, path: /var/cache/kvtiers, capacity: {size}", "kvtiers-fs", 0.0),
+    # Server memory at some 10.80 a GiB, and NVMe drives for writes at some .36, over 36 months.
+    TierType("disk", "a local disk (fs)", "type: fs, path: /var/cache/kvtiers, capacity: {size}", "kvtiers-fs", 0.01),
     TierType("network", "a cache server (redis)", "type: redis, url: redis://HOST:6379/0", "kvtiers-redis", 5.0),
     # AWS S3 Standard: a GB and month, 1,000 PUT and 1,000 GET requests, in us-east-1.
     TierType("object", "a bucket (s3)", "type: s3, bucket: BUCKET", "kvtiers-s3", 0.023 * 1.0737, 0.005e-3, 0.0004e-3),
 )
+
+MEMORY, DISK = "memory", "disk"
+GIB_MONTH = {MEMORY: 0.3} | {tier.link: tier.gib_month for tier in TIER_TYPES}
+"""What a GiB costs a month, by type of tier and for memory, where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +99,10 @@ class Pricing:
     def by_day(self, amount: float) -> float | None:
         """Return how much of something that the log has once there is a day."""
         return amount * DAY / self.seconds if self.seconds else None
+
+    def room(self, kind: str, nbytes: int) -> float:
+        """Return what so many bytes of a type of tier, or of memory, cost a day."""
+        return nbytes / GIB * self.prices.get(kind, GIB_MONTH[kind]) / _DAYS_OF_A_MONTH
 
     def break_even(self, link: str) -> int | None:
         """Return the tokens from which on a load over this link beats computing; None: it never does."""
@@ -138,7 +160,7 @@ def offer_of(tier: TierType, size: int, before: PlanPoint, point: PlanPoint, flo
 
 def _cost(tier: TierType, size: int, point: PlanPoint, pricing: Pricing) -> float | None:
     """Return what it costs a day: room, and requests where the log says how many there are a day."""
-    room = size / GIB * pricing.prices.get(tier.link, tier.gib_month) / _DAYS_OF_A_MONTH
+    room = pricing.room(tier.link, size)
     calls = sum(point.written.values()) * tier.put + sum(point.promoted.values()) * tier.get
     by_day = pricing.by_day(calls)
     return None if by_day is None else room + by_day

@@ -28,13 +28,12 @@ class _Tile(NamedTuple):
 
 def as_page(evaluation: Evaluation) -> str:
     """Return an evaluation as one HTML file that loads nothing."""
-    pays = evaluation.memory_pays or evaluation.chosen is not None
     wrong = evaluation.trial is not None and evaluation.trial.wrong_bytes
     return render(
         "evaluate.html",
         title=f"Would tiers pay for {evaluation.log.workload.name}?",
         about=text.about(evaluation),
-        mood="bad" if wrong else "" if pays else "warn",
+        mood="bad" if wrong else "" if evaluation.pays else "warn",
         verdict=text.verdict(evaluation),
         tiles=_tiles(evaluation),
         figures=[
@@ -44,6 +43,7 @@ def as_page(evaluation: Evaluation) -> str:
         memory_columns=text.MEMORY_COLUMNS,
         memory=text.memory_rows(evaluation),
         chosen=text.CHOSEN,
+        assumed=text.assumed(evaluation),
         tier_columns=text.TIER_COLUMNS,
         tiers=text.tier_rows(evaluation),
         config=starter_yaml(evaluation),
@@ -66,10 +66,8 @@ def _tiles(evaluation: Evaluation) -> list[_Tile]:
         _Tile(text.gpu_time(saved), f"of GPU time saved, of {text.gpu_time(evaluation.prefill_seconds())}"),
     ]
     if (by_day := pricing.by_day(pricing.money(saved))) is not None:
-        cost = (
-            f", before {evaluation.question.currency}{chosen.cost:,.2f} for the tier" if chosen and chosen.cost else ""
-        )
-        tiles.append(_Tile(f"{evaluation.question.currency}{by_day:,.2f}", f"saved a day{cost}"))
+        currency, cost = evaluation.question.currency, evaluation.hardware(evaluation.primary, chosen)
+        tiles.append(_Tile(f"{currency}{by_day:,.2f}", f"saved a day, before {currency}{cost:,.2f} for hardware"))
     return tiles
 
 

@@ -24,7 +24,10 @@ def starter_yaml(evaluation: Evaluation) -> str:
         return "\n".join([*lines, "secondary: []   # no tier behind it pays for this log"]) + "\n"
     share = max(least, -(-chosen.size // engines)) if chosen.tier.link == "disk" else chosen.size
     tier = chosen.tier.yaml.format(size=config_size(share))
-    room = "" if chosen.tier.link == "disk" else f", {size_text(chosen.size)} of room"
+    room = f", {size_text(chosen.size)} of room"
+    if chosen.tier.link == "disk":
+        all_of_it = config_size(share * engines)
+        room = f"; of {whole}: give engines that share the folder {all_of_it} together" if engines > 1 else ""
     return "\n".join([*lines, "secondary:", f"  - {{{tier}}}   # pip install {chosen.tier.install}{room}"]) + "\n"
 
 

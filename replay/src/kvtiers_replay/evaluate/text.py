@@ -3,14 +3,30 @@
 from collections.abc import Sequence
 
 from kvtiers_replay.evaluate.evaluation import Evaluation, span_text
-from kvtiers_replay.evaluate.offers import DAY, Offer, size_text
+from kvtiers_replay.evaluate.offers import DAY, DISK, GIB_MONTH, MEMORY, Offer, size_text
 from kvtiers_replay.plan import PlanPoint, change_line
 from kvtiers_replay.report.units import percent, seconds
 
-__all__ = ["CHOSEN", "MEMORY_COLUMNS", "TIER_COLUMNS", "about", "assumptions", "memory_rows", "tier_rows", "verdict"]
+__all__ = [
+    "CHOSEN",
+    "MEMORY_COLUMNS",
+    "TIER_COLUMNS",
+    "about",
+    "assumed",
+    "assumptions",
+    "memory_rows",
+    "tier_rows",
+    "verdict",
+]
 
-CHOSEN = "* the smallest memory whose own hits are within a point of the largest one's; the tiers stand behind it."
-MEMORY_COLUMNS = ("memory", "tier behind it", "hits", "GPU time saved", "of all prefill", "saved a day")
+CHOSEN = (
+    "* what leaves most; the types of tiers are compared behind this memory. The disk is of the size that is worth "
+    "most behind the largest memory but one."
+)
+MEMORY_COLUMNS = (
+    "memory", "disk behind it", "hits", "GPU time saved", "of all prefill",
+    "saved a day", "hardware a day", "left a day",
+)  # fmt: skip
 TIER_COLUMNS = (
     "tier", "size", "points of hits", "pays from", "GPU time saved", "saved a day", "costs a day", "pays", "why",
 )  # fmt: skip
@@ -51,12 +67,16 @@ def verdict(evaluation: Evaluation) -> list[str]:
 
 def _worth(evaluation: Evaluation) -> str:
     saved, whole = evaluation.total_saved(), evaluation.prefill_seconds()
-    if not evaluation.memory_pays and evaluation.chosen is None:
+    if not evaluation.pays:
         return f"It does not pay: {_nothing_saved(evaluation)}."
-    size = size_text(evaluation.bytes_of(evaluation.primary.case.primary))
+    size = _memory_size(evaluation, evaluation.primary)
     with_tier = f" and {evaluation.chosen.tier.title}" if evaluation.chosen else ""
     by_day = evaluation.pricing.by_day(evaluation.pricing.money(saved))
-    worth = f", {_money(evaluation, by_day)} a day" if by_day is not None else ""
+    worth = ""
+    if by_day is not None:
+        cost = evaluation.hardware(evaluation.primary, evaluation.chosen)
+        left = _money(evaluation, by_day - cost)
+        worth = f", {_money(evaluation, by_day)} a day before hardware and {left} after it"
     return (
         f"It pays: {size} of memory{with_tier} would save {gpu_time(saved)} of {gpu_time(whole)} of GPU time for "
         f"prefill ({percent(saved, whole)}){worth}, beyond what the GPU's own cache saves."
@@ -70,13 +90,15 @@ def _nothing_saved(evaluation: Evaluation) -> str:
     if infinite - own < _NOTHING:
         return f"the GPU's own cache hits all of the {percent(infinite)} that an infinite one does"
     return (
-        f"the GPU's own cache hits {percent(own)} of the {percent(infinite)} that an infinite one does, and no tier "
-        "that could hold the rest pays"
+        f"the GPU's own cache hits {percent(own)} of the {percent(infinite)} that an infinite one does, and neither "
+        "memory nor a tier that could hold the rest is worth its price"
     )
 
 
 def _money(evaluation: Evaluation, amount: float | None) -> str:
-    return "-" if amount is None else f"{evaluation.question.currency}{amount:,.2f}"
+    if amount is None:
+        return "-"
+    return f"{'-' if amount <= -0.005 else ''}{evaluation.question.currency}{abs(amount):,.2f}"
 
 
 def gpu_time(value: float) -> str:
@@ -85,21 +107,37 @@ def gpu_time(value: float) -> str:
 
 
 def memory_rows(evaluation: Evaluation) -> list[list[str]]:
-    """Return one row for the GPU's own cache, each size of the primary, and each size of a tier behind it."""
+    """Return one row for the GPU's own cache, and for each size of memory two: alone, and with a disk behind it."""
     cache = size_text(evaluation.question.gpu_cache * evaluation.pricing.engines)
-    rows = [[f"the GPU's own {cache}", "", percent(evaluation.gpu.rate), "", "", ""]]
-    rows += [_memory_row(evaluation, point, "") for point in evaluation.memory]
-    rows += [_memory_row(evaluation, point, size_text(evaluation.tier_bytes(point))) for point in evaluation.behind]
+    rows = [[f"the GPU's own {cache}", "", percent(evaluation.gpu.rate), "", "", "", "", ""]]
+    for point in evaluation.memory:
+        rows.append(_memory_row(evaluation, point, None))
+        if disk := evaluation.disk_of(point):
+            rows.append(_memory_row(evaluation, point, disk))
     return rows
 
 
-def _memory_row(evaluation: Evaluation, point: PlanPoint, behind: str) -> list[str]:
-    saved = evaluation.gpu_seconds(point)
-    size = size_text(evaluation.bytes_of(point.case.primary))
-    mark = " *" if point is evaluation.primary else ""
+def _memory_row(evaluation: Evaluation, point: PlanPoint, disk: Offer | None) -> list[str]:
+    saved = evaluation.gpu_seconds(point) + (disk.gpu_seconds if disk else 0.0)
     by_day = evaluation.pricing.by_day(evaluation.pricing.money(saved))
-    share = percent(saved, evaluation.prefill_seconds())
-    return [size + mark, behind, percent(evaluation.rate(point)), gpu_time(saved), share, _money(evaluation, by_day)]
+    cost, chosen = evaluation.hardware(point, disk), evaluation.chosen
+    is_chosen = point is evaluation.primary and (disk is not None) == (chosen is not None and chosen.tier.link == DISK)
+    return [
+        _memory_size(evaluation, point) + (" *" if is_chosen else ""),
+        size_text(disk.size) if disk else "",
+        percent(evaluation.rate(point) + (disk.points / 100 if disk else 0.0)),
+        gpu_time(saved),
+        percent(saved, evaluation.prefill_seconds()),
+        _money(evaluation, by_day),
+        _money(evaluation, cost),
+        _money(evaluation, None if by_day is None else by_day - cost),
+    ]
+
+
+def _memory_size(evaluation: Evaluation, point: PlanPoint) -> str:
+    """Return the size of a primary, and of how many engines it is together."""
+    size, engines = evaluation.bytes_of(point.case.primary), evaluation.pricing.engines
+    return size_text(size) if engines == 1 else f"{size_text(size)} ({engines} x {size_text(round(size / engines))})"
 
 
 def tier_rows(evaluation: Evaluation) -> list[list[str]]:
@@ -122,6 +160,27 @@ def _tier_row(evaluation: Evaluation, offer: Offer) -> list[str]:
     ]
 
 
+def assumed(evaluation: Evaluation) -> list[str]:
+    """Return in two lines what matters most of what the figures stand on."""
+    question, pricing = evaluation.question, evaluation.pricing
+    kept = "" if question.engines else ", as many as the log keeps busy"
+    prices = ", ".join(f"{name} {_price(evaluation, name)}" for name in (MEMORY, DISK))
+    model = (
+        f"Assumed: {question.shape.name}, {size_text(question.shape.bytes_per_token)} of KV a token; "
+        f"{_counted(pricing.engines, 'engine')} of {_counted(question.gpus, 'GPU')}{kept}, each with "
+        f"{size_text(question.gpu_cache)} of KV on its GPUs and {question.prefill_speed:,.0f} tokens/s of prefill."
+    )
+    paid = (
+        f"Prices: {question.currency}{question.gpu_hour:g} for a GPU's hour; for a GiB and month {prices}, as bought "
+        "for three years (--tier-price; 0 for what the machine has anyway)."
+    )
+    return [model, paid]
+
+
+def _price(evaluation: Evaluation, kind: str) -> str:
+    return f"{evaluation.question.currency}{evaluation.question.prices.get(kind, GIB_MONTH[kind]):.3g}"
+
+
 def assumptions(evaluation: Evaluation) -> list[tuple[str, str]]:
     """Return what the figures stand on, and the option that changes it."""
     question, pricing = evaluation.question, evaluation.pricing
@@ -136,8 +195,8 @@ def assumptions(evaluation: Evaluation) -> list[tuple[str, str]]:
          "--tp, --gpu-price"),
         (f"{size_text(question.gpu_cache)} of KV on an engine's GPUs (vLLM prints its size at the start)",
          "--gpu-cache"),
-        (f"at most {size_text(question.most_memory)} of memory an engine, which costs nothing: its machine has it",
-         "--most-memory, --memory"),
+        (f"at most {size_text(question.most_memory)} of memory an engine, {_price(evaluation, MEMORY)} a GiB and month",
+         "--most-memory, --memory, --tier-price"),
         *((_link_text(evaluation, offer), "--gbps, --rtt, --tier-price") for offer in evaluation.offers),
         (f"sizes are of all engines together{busy}: requests with one prefix go to one engine, or share the tier", ""),
         ("a tier is an LRU that answers in time; a hit of it counts where loading it beats computing it", ""),
@@ -148,11 +207,10 @@ def assumptions(evaluation: Evaluation) -> list[tuple[str, str]]:
 def _link_text(evaluation: Evaluation, offer: Offer) -> str:
     question, tier = evaluation.question, offer.tier
     link = evaluation.pricing.links[tier.link]
-    price = question.prices.get(tier.link, tier.gib_month)
     calls = f", {question.currency}{tier.put * 1000:g} for 1,000 writes" if tier.put else ""
     return (
         f"{tier.title} ({tier.link}): {link.bytes_per_second / 1e9:g} GB/s, {seconds(link.round_trip)} a round trip, "
-        f"{question.currency}{price:.3g} a GiB and month{calls}"
+        f"{_price(evaluation, tier.link)} a GiB and month{calls}"
     )
 
 

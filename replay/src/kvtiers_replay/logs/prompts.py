@@ -1,23 +1,54 @@
 """Prompts in JSON objects: those of OpenAI's requests, batches and answers, of vLLM and SGLang, and of gateways.
 
 A prompt is a text or a list of token ids. Messages become one text, role by role, with the tools before them, as chat
-templates have it: for a cache only equality matters, so that the template itself need not be the model's.
+templates have it: for a cache only equality matters, so that the template itself need not be the model's. An image or
+a sound among them is no text: its letters, of a URL or in base64, say nothing of its tokens.
+
+Equal prompts share KV only within one ``Scope``: engines put the model or adapter, the salt and the tenant into keys.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["LineError", "Prompt", "Usage", "prompts_of", "request_of", "time_of", "usage_of"]
+from kvtiers.types import TENANT_FIELD
+from kvtiers_replay.trace import epoch_units
 
-Prompt: TypeAlias = str | list[int]
+__all__ = [
+    "LineError",
+    "Mixed",
+    "Prompt",
+    "Scope",
+    "Usage",
+    "prompts_of",
+    "request_of",
+    "scope_of",
+    "time_of",
+    "usage_of",
+]
+
+
+class Mixed(NamedTuple):
+    """A prompt of texts and of other parts, such as images, each of which is the digest of what it is."""
+
+    parts: list[str | bytes]
+
+
+Prompt: TypeAlias = str | list[int] | Mixed
 
 _ENVELOPES = ("body", "request", "request_body", "params", "kwargs")
 _IDS = ("prompt_token_ids", "token_ids", "input_ids")
 _PROMPTS = (*_IDS, "prompt", "messages", "input", "text")
 _TIMES = ("timestamp", "@timestamp", "time", "ts", "created", "created_at", "arrival_time", "start_time", "startTime")
-_MILLISECONDS = 1e11  # seconds since 1970 are fewer until the year 5138
+_NUMBER = re.compile(r"\d{10,20}(?:\.\d+)?")  # shorter ones may be dates
+_NO_TEXT = ("image", "audio", "video", "file", "media")  # a word of the type of a part begins so
+_NO_TEXT_FIELDS = {"image", "image_url", "audio", "input_audio", "video", "video_url", "file", "inline_data"}
+_MODELS = ("model", "lora_path", "lora_name", "adapter_id")
+_SALTS = ("cache_salt", "extra_key")
+_MOST_TIME = 1e20  # ns until the year 5138
 
 
 class LineError(ValueError):
@@ -29,6 +60,31 @@ class Usage(NamedTuple):
 
     prompt: int = 0
     output: int = 0
+
+
+class Scope(NamedTuple):
+    """What engines put into keys beside the tokens: prompts of two scopes share nothing. "": the line does not say."""
+
+    model: str = ""
+    salt: str = ""
+    tenant: str = ""
+
+
+def scope_of(fields: Mapping[str, Any], request: Mapping[str, Any]) -> Scope:
+    """Return the scope of a line's request: the model or adapter, the salt, the tenant. The request counts first."""
+    params = request.get("kv_transfer_params")
+    tenants = [params.get(TENANT_FIELD)] if isinstance(params, dict) else []
+    tenants += [request.get("tenant"), fields.get("tenant")]
+    models = [_text(request.get(name)) or _text(fields.get(name)) for name in _MODELS]
+    return Scope(
+        " with ".join(dict.fromkeys(filter(None, models))),
+        next((found for name in _SALTS if (found := _text(request.get(name)) or _text(fields.get(name)))), ""),
+        next(filter(None, map(_text, tenants)), ""),
+    )
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def request_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,30 +129,46 @@ def _prompts(given: object) -> list[Prompt]:
     raise LineError("have a prompt that is neither a text nor a list of token ids")
 
 
-def _chat(tools: object, instructions: object, messages: object) -> str:
-    """Return messages as one text; equal beginnings of conversations are equal beginnings of texts."""
+def _chat(tools: object, instructions: object, messages: object) -> str | Mixed:
+    """Return messages as one prompt; equal beginnings of conversations are equal beginnings of prompts."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise LineError("have 'messages' that are no list of objects")
     if not messages:
         raise LineError("have an empty prompt")
-    parts = [f"<|tools|>{json.dumps(tools)}"] if tools else []
-    parts += [f"<|system|>{instructions}"] if instructions else []
-    parts += [f"<|{message.get('role', message.get('type', ''))}|>{''.join(_content(message))}" for message in messages]
-    return "\n".join(parts)
+    parts: list[str | bytes] = [f"<|tools|>{json.dumps(tools)}\n"] if tools else []
+    parts += [f"<|system|>{instructions}\n"] if instructions else []
+    for number, message in enumerate(messages):
+        parts.append(f"{chr(10) * bool(number)}<|{message.get('role', message.get('type', ''))}|>")
+        parts += _content(message)
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else Mixed(parts)
 
 
-def _content(message: Mapping[str, Any]) -> Iterator[str]:
-    content = message.get("content")
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for part in content:
-            text = part.get("text") if isinstance(part, dict) else part
-            # An image or a sound is one text of its own: equal ones are equal.
-            yield text if isinstance(text, str) else json.dumps(part)
+def _content(message: Mapping[str, Any]) -> Iterator[str | bytes]:
+    yield from _pieces(message.get("content"))
     for name in ("tool_calls", "function_call", "arguments", "output"):
         if message.get(name):
-            yield json.dumps(message[name])
+            yield from _pieces(message[name])
+
+
+def _pieces(value: object) -> Iterator[str | bytes]:
+    """Yield the texts of a content, and the digest of each part of it that is no text: equal ones are equal."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _pieces(each)
+    elif isinstance(value, dict):
+        words = re.split(r"[^a-z]+", str(value.get("type", "")).lower())
+        is_named = "type" not in value and not _NO_TEXT_FIELDS.isdisjoint(value)
+        if is_named or any(word.startswith(_NO_TEXT) for word in words) or isinstance(value.get("source"), dict):
+            yield hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=32).digest()
+        elif isinstance(text := value.get("text"), str):
+            yield text
+        elif "content" in value:
+            yield from _pieces(value["content"])
+        else:
+            yield json.dumps(value)
 
 
 def usage_of(fields: Mapping[str, Any]) -> Usage:
@@ -128,7 +200,8 @@ def _count(fields: Mapping[str, Any], *names: str) -> int:
 def time_of(fields: Mapping[str, Any]) -> float | None:
     """Return when a line's request was made, in seconds since some moment; None: the line does not say.
 
-    Numbers are seconds, or milliseconds where they are too large for that; texts are ISO 8601. LineError: neither.
+    Numbers are seconds, or milliseconds, microseconds or nanoseconds where they are too large for that; texts are such
+    numbers or ISO 8601. LineError: neither.
     """
     for place in _answers(fields):
         for name in _TIMES:
@@ -138,8 +211,10 @@ def time_of(fields: Mapping[str, Any]) -> float | None:
 
 
 def _seconds(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e17:
-        return value / 1000 if value >= _MILLISECONDS else float(value)
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST_TIME:
+        return value / epoch_units(value)
     if isinstance(value, str):
         try:
             moment = datetime.fromisoformat(value)

@@ -5,7 +5,8 @@ vLLM writes the prompt at the level DEBUG, in a line before the request's own, a
     (APIServer pid=7) DEBUG 11-25 10:00:00 [...] Request ID details: prompt: '...', prompt_token_ids: [1, 2], prompt_...
     (APIServer pid=7) INFO 11-25 10:00:00 [...] Received request ID: params: ..., lora_request: None.
 
-Older releases write one line, ``Received request ID: prompt: '...', params: ..., prompt_token_ids: [1, 2], ...``.
+Older releases write one line, ``Received request ID: prompt: '...', params: ..., prompt_token_ids: [1, 2], ...``. The
+adapter is in the request's own line, ``lora_request: LoRARequest(lora_name='...', ...)``; a salt is in neither.
 All other lines are the server's own, or have what was generated (``--enable-log-outputs``), whatever that says. The
 date has no year; where months go back, the next one has begun.
 """
@@ -14,11 +15,11 @@ import ast
 import json
 import re
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtiers_replay.logs.prompts import LineError, Prompt
 
-__all__ = ["HOW_TO_LOG", "VllmLines"]
+__all__ = ["HOW_TO_LOG", "VllmAdapter", "VllmLines", "VllmPrompt"]
 
 HOW_TO_LOG = "start vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, and without --max-log-len"
 _NO_PROMPT = f"have a request and not its prompt ({HOW_TO_LOG})"
@@ -30,6 +31,7 @@ _DETAILS = re.compile(
 )
 _BOTH = re.compile(rf"Received request {_ID}: prompt: (?P<prompt>None|{_TEXT}), (?:params|sampling)")
 _LATER_IDS = re.compile(r"prompt_token_ids: (None|\[[\d, ]*\])")
+_ADAPTER = re.compile(rf"lora_request: (?:None|\w+\(lora_name=(?P<name>{_TEXT}))")
 _RECEIVED = re.compile(rf"Received request (?P<id>{_ID}): ")
 _STARTS = ("Received request ", " details: prompt: ")
 _HEAD = re.compile(
@@ -38,6 +40,22 @@ _HEAD = re.compile(
 _DATE = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
 _YEAR = 2024  # a leap year, so that each day is one
 _BACK = timedelta(days=180)
+
+
+class VllmPrompt(NamedTuple):
+    """The prompt of a request, when it came (seconds), and its adapter; None: a later line says which."""
+
+    request_id: str
+    prompt: Prompt
+    moment: float | None
+    adapter: str | None = None
+
+
+class VllmAdapter(NamedTuple):
+    """The adapter of a request whose prompt was in an earlier line; "": none."""
+
+    request_id: str
+    adapter: str
 
 
 class VllmLines:
@@ -49,8 +67,8 @@ class VllmLines:
         self._year = _YEAR
         self._with_prompt: set[str] = set()  # requests whose details came, and whose own line did not
 
-    def read(self, line: str) -> tuple[Prompt, float | None] | None:
-        """Return a line's prompt and its time in seconds; None: it has none. LineError: it should have one."""
+    def read(self, line: str) -> VllmPrompt | VllmAdapter | None:
+        """Return what a line says of a request; None: nothing. LineError: it should have a prompt."""
         if not any(start in line for start in _STARTS):
             self.other += 1
             return None
@@ -62,16 +80,16 @@ class VllmLines:
         moment = self._moment(line[: head.start()] if when is None else when)
         if found := _DETAILS.match(line, head.start()):
             self._with_prompt.add(found["id"])
-            return self._prompt(found["prompt"], found["ids"]), moment
+            return VllmPrompt(found["id"], self._prompt(found["prompt"], found["ids"]), moment)
         if found := _BOTH.match(line, head.start()):
             *_, ids = ["None", *_LATER_IDS.findall(line, found.end())]  # the last one: params may have anyone's text
-            return self._prompt(found["prompt"], ids), moment
+            return VllmPrompt("", self._prompt(found["prompt"], ids), moment, self._adapter(line, found.end()))
         received = _RECEIVED.match(line, head.start())
         if received is None:
             raise LineError("begin as a request's and go on otherwise (cut off, or of another release of vLLM)")
         if received["id"] in self._with_prompt:
             self._with_prompt.discard(received["id"])
-            return None
+            return VllmAdapter(received["id"], self._adapter(line, received.end()))
         raise LineError(_NO_PROMPT)
 
     @staticmethod
@@ -99,6 +117,11 @@ class VllmLines:
             return None
         self._last = moment
         return moment.timestamp()
+
+    @staticmethod
+    def _adapter(line: str, start: int) -> str:
+        found = list(_ADAPTER.finditer(line, start))  # the last one: params may have anyone's text
+        return str(ast.literal_eval(found[-1]["name"])) if found and found[-1]["name"] else ""
 
     @staticmethod
     def _prompt(text: str, ids: str) -> Prompt:

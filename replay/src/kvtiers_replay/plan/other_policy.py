@@ -74,6 +74,7 @@ def change_line(found: Sequence[Change], trace: PlanTrace, prefill_speed: float)
         if change.before.case.policy == policy
     )
     return (
-        f"'primary.eviction: {LEARNING_POLICY}' instead of {policy}, in points of hits by size of the primary: {each}. "
+        f"'primary.eviction: {LEARNING_POLICY}' instead of {policy}, in points of hits by the primary's share of all "
+        f"different chunks: {each}. "
         f"At best {best.gpu_seconds:,.0f} GPU seconds of prefill over this trace, at {prefill_speed:,.0f} tokens/s."
     )

@@ -13,12 +13,16 @@ from kvtiers.plugins import did_you_mean
 from kvtiers.primary.eviction import policy_class
 from kvtiers_replay.plan.simulate import PlanCase, PlanTier
 
-__all__ = ["DEFAULT_PRIMARY", "PlanSizes", "Wanted", "plan_cases"]
+__all__ = ["DEFAULT_PRIMARY", "BytesUnknownError", "PlanSizes", "Wanted", "plan_cases"]
 
 DEFAULT_PRIMARY = ("2%", "5%", "10%", "20%", "50%", "100%")
 _ONLY_TIER = "secondary"  # its name, where no config names one
 _MOST_CASES = 2000
 _MOST_TIMES = 4  # of all chunks: a primary that is larger still hits the same, and would cost memory
+
+
+class BytesUnknownError(ConfigError):
+    """A size in bytes, where nothing says how many bytes a chunk has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,14 @@ class PlanSizes:
         return self.from_bytes(where, nbytes)
 
     def from_bytes(self, where: str, nbytes: int) -> int:
-        """Return how many values these bytes hold. ConfigError: not one."""
+        """Return how many values these bytes hold. ConfigError: not one.
+
+        BytesUnknownError: the bytes of a value are not known.
+        """
         if not nbytes:
             return 0
         if self.value_bytes is None:
-            raise ConfigError(
+            raise BytesUnknownError(
                 f"{where}: {format_size(nbytes)} is how many chunks? Give --model or --bytes-per-token, "
                 "or sizes as shares such as '10%'"
             )

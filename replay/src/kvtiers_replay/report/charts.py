@@ -20,7 +20,7 @@ from kvtiers_replay.report.drawing import (
     shares,
     since_start,
 )
-from kvtiers_replay.report.units import percent, seconds
+from kvtiers_replay.report.units import at_most, percent, seconds
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken
 
 __all__ = ["depths_over_time", "first_tokens", "histogram", "hits_over_time", "links", "where_blocks_came_from"]
@@ -87,7 +87,7 @@ def first_tokens(first: TimeToFirstToken) -> Drawing:
                 for edge, seen in zip(edges, accumulate(times.counts), strict=True)
                 if low * 0.999 <= edge <= high * 1.001
             ]
-            marks.line(axes, points, f"{name}, median {seconds(times.p50)}", color=colour, linestyle=dash)
+            marks.line(axes, points, f"{name}, median {at_most(times, times.p50)}", color=colour, linestyle=dash)
         axes.set_ylim(shares(axes.yaxis, 1.0))
         axes.set(xlabel="time to first token, estimated", ylabel="share of requests")
         level(axes, 0.5, "half of all requests", dotted=True)
@@ -112,8 +112,8 @@ def histogram(times: Latencies, what: str, colour: int) -> Drawing:
             axes.axvline(value, color=SOFT, linestyle=(0, (4, 4)), linewidth=1.0)
             right = value > edges[0] and value**2 > axes.get_xlim()[0] * axes.get_xlim()[1]
             axes.annotate(
-                f"{name} {seconds(value)}", (value, 1.0), xycoords=("data", "axes fraction"),
-                xytext=(-4 if right else 4, 16 - 14 * row), textcoords="offset points", ha="right" if right else "left",
+                f"{name} {at_most(times, value)}", (value, 1.0), xycoords=("data", "axes fraction"),
+                xytext=(-4 if right else 4, 19 - 17 * row), textcoords="offset points", ha="right" if right else "left",
             )  # fmt: skip
 
     return draw(f"histogram of {what}", paint, width=HALF)

@@ -1,9 +1,13 @@
 """The page of a replay: whether the tiers pay, the charts, and everything needed to repeat the run."""
 
+import os
+import platform
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 import yaml
 
+from kvtiers import __version__
 from kvtiers.api.units import format_size
 from kvtiers_replay.report.charts import (
     depths_over_time,
@@ -15,7 +19,7 @@ from kvtiers_replay.report.charts import (
 )
 from kvtiers_replay.report.frame import Figure, render
 from kvtiers_replay.report.text import own_figures, troubles
-from kvtiers_replay.report.units import percent, seconds
+from kvtiers_replay.report.units import at_most, percent, seconds
 from kvtiers_replay.results import Latencies, ReplayResults
 
 __all__ = ["as_page"]
@@ -33,8 +37,11 @@ def as_page(results: ReplayResults) -> str:
     """Return the results as one HTML file that loads nothing."""
     return render(
         "replay.html",
-        title=f"Replay of {results.workload}",
-        about=f"{results.requests:,} requests, {results.references:,} full blocks, in {results.seconds:,.1f} s",
+        title=f"What tiers do for {results.workload}",
+        about=(
+            f"A replay of {results.requests:,} requests, {results.references:,} full blocks, in "
+            f"{results.seconds:,.1f} s; {_made_on()}"
+        ),
         mood="bad" if results.wrong_bytes else "warn" if results.interrupted or results.errors else "",
         verdict=_verdict(results),
         tiles=_tiles(results),
@@ -47,6 +54,12 @@ def as_page(results: ReplayResults) -> str:
         figures=_figures(results),
         config=yaml.safe_dump(results.config, sort_keys=False, allow_unicode=True),
     )
+
+
+def _made_on() -> str:
+    """Return when, by which release and on what the page was made."""
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"{now}, kvtiers {__version__}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
 
 
 def _verdict(results: ReplayResults) -> list[str]:
@@ -135,7 +148,8 @@ def _figures(results: ReplayResults) -> list[tuple[str, str, str]]:
 
 def _quantiles(times: Latencies) -> str:
     shown = ", ".join(
-        f"{name} {seconds(value)}" for name, value in (("p50", times.p50), ("p99", times.p99), ("worst", times.worst))
+        f"{name} {at_most(times, value)}"
+        for name, value in (("p50", times.p50), ("p99", times.p99), ("worst", times.worst))
     )
     return f"{times.count:,} times: {shown}"
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TextIO
 from kvtiers.api.units import format_size
 from kvtiers.cli import progress
 from kvtiers_replay.engine.measures import Progress
-from kvtiers_replay.report.units import percent, seconds
+from kvtiers_replay.report.units import at_most, percent
 from kvtiers_replay.results import Latencies, Link, ReplayResults
 
 __all__ = ["Table", "heading", "progress_line", "show_progress", "tables"]
@@ -121,7 +121,7 @@ def _times(results: ReplayResults) -> Table:
 
 
 def _times_row(name: str, times: Latencies) -> tuple[str, ...]:
-    return (name, *(seconds(value) for value in (times.p50, times.p99, times.worst)))
+    return (name, *(at_most(times, value) for value in (times.p50, times.p99, times.worst)))
 
 
 def troubles(results: ReplayResults) -> list[tuple[str, str]]:
@@ -130,22 +130,22 @@ def troubles(results: ReplayResults) -> list[tuple[str, str]]:
 
 
 def own_figures(results: ReplayResults) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return what each tier counts itself, by tier: a figure's name, and its number in each engine."""
+    """Return what each tier counts itself, by tier: a figure's name, and its number in each engine, if any is not 0."""
     found = []
     for tier, engines in results.own_figures.items():
         names = sorted({name for figures in engines for name in figures})
         rows = [(name, *(_number(figures.get(name, 0)) for figures in engines)) for name in names]
-        found.append((tier, rows))
+        if shown := [row for row in rows if any(number != "0" for number in row[1:])]:
+            found.append((tier, shown))
     return found
 
 
 def _own_tables(results: ReplayResults) -> Iterator[Table]:
-    """Yield a table for each tier, without what never happened."""
+    """Yield a table for each tier."""
     for tier, rows in own_figures(results):
         engines = len(results.own_figures[tier])
         columns = ["number"] if engines == 1 else [f"engine {number}" for number in range(engines)]
-        shown = [row for row in rows if any(number != "0" for number in row[1:])]
-        yield Table((f"{tier}, its own figures", *columns), shown)
+        yield Table((f"{tier}, its own figures", *columns), rows)
 
 
 def _number(value: float) -> str:

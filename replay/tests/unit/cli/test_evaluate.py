@@ -40,6 +40,8 @@ def test_a_log_is_evaluated_and_the_terminal_says_what_pays_and_where_the_page_i
     assert "EUR " in result.output
     assert "version: 1\nnamespace: prod\nprimary: {capacity: " in result.output
     assert "computing is faster at any length" in result.output
+    assert "Assumed: Llama 3.1 8B (no --model given), 128 KiB of KV a token; 1 engine of 1 GPU" in result.output
+    assert "Prices: EUR 2.5 for a GPU's hour; for a GiB and month memory EUR 0.3, disk EUR 0.01" in result.output
     assert result.output.rstrip().endswith("a.html")
     assert (log.parent / "a.html").stat().st_size > 10_000
 
@@ -67,8 +69,10 @@ def test_a_models_numbers_and_other_links_and_prices_are_taken(run, log):
         ((), "give one of --log, --vllm-log and --openai-log"),
         (("--log", "requests.jsonl", "--vllm-log", "x"), "give one of"),
         (("--log", "requests.jsonl", "--tp", "2"), "--tp and --kv-dtype need a --model"),
-        (("--log", "requests.jsonl", "--tier-price", "disc=1"), "expected one of disk, network, object"),
+        (("--log", "requests.jsonl", "--tier-price", "disc=1"), "expected one of memory, disk, network, object"),
         (("--log", "requests.jsonl", "--output", "a.txt"), "a name that ends in .html"),
+        (("--vllm-log", "requests.jsonl", "--only-model", "m"), "--only-model needs a log that names models"),
+        (("--log", "blocks.jsonl"), "--tokens-per-block 64"),
         (("--log", "absent.jsonl"), "absent.jsonl: cannot read the log: No such file"),
         (("--vllm-log", "requests.jsonl"), "no request that can be used: it has no request (start vLLM with --enable-"),
         (
@@ -78,6 +82,7 @@ def test_a_models_numbers_and_other_links_and_prices_are_taken(run, log):
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(run, log, arguments, said):
+    (log.parent / "blocks.jsonl").write_text('{"input_length": 640, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]}\n')
     (log.parent / "server.log").write_text("INFO 11-25 10:00:00 [api_server.py:1] Starting\nINFO: Started\n")
     result = run("evaluate", *arguments)
     assert result.exit_code == 2

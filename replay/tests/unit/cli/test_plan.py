@@ -162,6 +162,20 @@ def test_a_models_config_gives_the_bytes_of_a_token(run, trace, tmp_path):
     assert data["points"][0]["primary"]["chunks"] == (1 << 30) // data["bytes_per_chunk"]
 
 
+def test_sizes_in_bytes_without_a_model_are_those_of_a_usual_one_and_one_line_says_so(run, trace, config):
+    """As the README and the demo print it, with capacities in bytes."""
+    file = config("{type: memory, capacity: 20GiB}", capacity="1GiB")
+    result = run("plan", "--trace", trace, "--config", file, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.splitlines()[0] == (
+        "plan: sizes in bytes are taken as KV of Llama 3.1 8B (no --model given), 128KiB a token: give --model "
+        "config.json or --bytes-per-token"
+    )
+    data = json.loads(result.stdout)
+    assert data["bytes_per_chunk"] == 512 * 128 * 1024 + 4096
+    assert (1 << 30) // data["bytes_per_chunk"] in [point["primary"]["chunks"] for point in data["points"]]
+
+
 def test_a_wish_is_answered_with_the_smallest_sizes(run, trace):
     result = run("plan", "--trace", trace, "--primary", "50%,100%", "--wish", "60%")
     assert result.exit_code == 0
@@ -188,7 +202,8 @@ def test_whether_turn_hazard_would_pay_is_said_where_the_primary_is_scarce_with_
         assert line == f"'primary.eviction: turn-hazard' would not pay: {best['points']:+.1f} points over lru at best."
     else:
         assert line.startswith(
-            "'primary.eviction: turn-hazard' instead of lru, in points of hits by size of the primary: "
+            "'primary.eviction: turn-hazard' instead of lru, in points of hits by the primary's share of all different "
+            "chunks: "
         )
         assert line.endswith(
             f"At best {best['gpu_seconds']:,.0f} GPU seconds of prefill over this trace, at 5,000 tokens/s."
@@ -226,7 +241,7 @@ def test_only_the_wanted_requests_are_read(run, trace):
     [
         (["--primary", "5%,,"], "expected values with commas between them, got '5%,,'"),
         (["--primary", "five"], "error: --primary: expected a size such as '64GiB', got 'five'; or a share"),
-        (["--primary", "1GiB"], "error: --primary: 1GiB is how many chunks? Give --model or --bytes-per-token"),
+        (["--primary", "1MiB"], "error: --primary: 1MiB does not hold one chunk of 64MiB"),
         (["--secondary", "disk=5%"], "error: --secondary: no tier is called 'disk'. Tiers: secondary."),
         (["--secondary", "5%", "--secondary", "7%"], "the sizes of 'the first tier' are given twice"),
         (["--secondary", "=5%"], "expected NAME=SIZES or SIZES, got '=5%'"),
