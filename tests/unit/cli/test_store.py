@@ -112,9 +112,10 @@ def disk(tmp_path, request):
 @pytest.fixture
 def file(config, disk):
     fs = f"type: fs, path: {disk.path}, capacity: 1GiB, min_free: 0, layout: {disk.layout}"
+    type(disk)(disk.path.with_name("archive")).store.close()
     return config(
         f"{{name: disk, {fs}}}",
-        f"{{name: archive, {fs}, read_only: true}}",
+        f"{{name: archive, {fs.replace(str(disk.path), str(disk.path.with_name('archive')))}, read_only: true}}",
         "{type: memory-async, name: peers, max_blocks: 4}",
     )
 

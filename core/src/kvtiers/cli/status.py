@@ -9,8 +9,7 @@ import click
 from kvtiers.api.units import format_size
 from kvtiers.cli.engines import engines
 from kvtiers.cli.output import in_words, print_heading, print_table
-from kvtiers.metrics import unread_chunks
-from kvtiers.tiering.tier_slot import SILENT_SECONDS
+from kvtiers.metrics import SILENT_SECONDS, unread_chunks
 
 __all__ = ["events_sentence", "state_of", "status", "verdict", "what_if_sentence", "writes_per_hit"]
 

@@ -12,6 +12,7 @@ __all__ = [
     "BUDGET_FIGURES",
     "CLIENT_TIER_FIGURES",
     "PRIMARY_HELP",
+    "SILENT_SECONDS",
     "TIER_HELP",
     "WHAT_IF_COUNTERS",
     "WHAT_IF_HELP",
@@ -24,6 +25,9 @@ __all__ = [
     "help_texts",
     "what_if_figures",
 ]
+
+SILENT_SECONDS = 3.0
+"""A store that has done nothing for so long, while calls wait for it, does not answer: it is not slow."""
 
 _SMALLEST = 2.0**-14  # 61 us
 _BUCKETS = 20  # up to 32 s

@@ -16,14 +16,12 @@ from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 from kvtiers._failures import end_forked_child, error_text, forks, log_with_backoff
 from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.api.config import Admission
-from kvtiers.metrics import TierMetrics
+from kvtiers.metrics import SILENT_SECONDS, TierMetrics
 from kvtiers.secondary.tier_jobs import EventTier, TierEvent, poll_getters
 from kvtiers.tiering.estimates import LoadRate
 
-__all__ = ["SILENT_SECONDS", "PinBudget", "Reservation", "SlowWatch", "TierOptions", "TierSlot"]
+__all__ = ["PinBudget", "Reservation", "SlowWatch", "TierOptions", "TierSlot"]
 
-SILENT_SECONDS = 3.0
-"""A store that has done nothing for so long, while calls wait for it, does not answer: it is not slow."""
 _log = logging.getLogger("kvtiers.tiering")
 _TRIALS = (16, 64)  # chunks, in turn: two lengths separate latency and rate
 _TRIAL_SECONDS = 5.0  # how often a tier that seems too slow is measured again
