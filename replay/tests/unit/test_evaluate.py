@@ -198,7 +198,7 @@ def test_sizes_of_several_engines_are_those_of_all_and_the_yaml_says_of_which_a_
 
 
 def test_a_link_that_the_log_overfills_does_not_pay():
-    found = offer(evaluate(log_of(seconds=0.5), question()), "disk")
+    found = offer(evaluate(log_of(seconds=0.05), question()), "disk")
     assert not found.pays
     assert "the log moves" in found.why
     assert "than the 3 GB/s of such a link" in found.why

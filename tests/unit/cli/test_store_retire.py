@@ -67,7 +67,8 @@ def test_no_other_command_counts_or_deletes_the_record(run, config, fs, store):
 def test_a_read_only_tier_is_refused_before_anything_is_retired(run, config, fs, store, tmp_path):
     fill(store)
     before = names(store)
-    archive = f"{{type: fs, name: archive, path: {tmp_path}/values, capacity: 1GiB, min_free: 0, read_only: true}}"
+    (tmp_path / "archive").mkdir(mode=0o700)
+    archive = f"{{type: fs, name: archive, path: {tmp_path}/archive, capacity: 1GiB, min_free: 0, read_only: true}}"
     result = run("store", "bump", "--config", config(fs, archive))
     assert result.exit_code == 2
     assert "read-only, so nothing can be retired in it: archive" in result.stderr

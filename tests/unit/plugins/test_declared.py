@@ -3,7 +3,7 @@
 import pytest
 from tests.stores import DictStore
 
-from kvtiers.api import ChunkStore, SecondaryTierManager, TierContext, TierPluginError
+from kvtiers.api import ChunkStore, LookupResult, SecondaryTierManager, TierContext, TierPluginError
 from kvtiers.plugins import load_tier, open_plugin
 
 
@@ -100,6 +100,9 @@ class Careless(SecondaryTierManager):
 
     def __init__(self, context):
         self.closed, self.quota_of = False, None
+
+    def lookup(self, key, ctx):
+        return LookupResult.MISS
 
     def submit_store(self, job):
         pass

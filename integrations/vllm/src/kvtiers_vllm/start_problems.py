@@ -19,7 +19,7 @@ def logged_first() -> Iterator[None]:
         yield
     except (ConfigError, StartError) as error:
         if not hasattr(error, _LOGGED):
-            setattr(error, _LOGGED, True)
+            vars(error)[_LOGGED] = True
             for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
                 _log.error("kvtiers: %s", problem)
         raise
