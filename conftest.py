@@ -14,6 +14,8 @@ def pytest_configure() -> None:
         from hypothesis import settings
 
         # The same examples in each run, so that nothing but a change turns a test red; `make test-explore` draws new
-        # ones. An example that takes long says something of the machine only.
-        settings.register_profile("any-machine", deadline=None, derandomize="KVTIERS_EXPLORE" not in os.environ)
+        # ones, and more. An example that takes long says something of the machine only.
+        explores = "KVTIERS_EXPLORE" in os.environ
+        examples = 1_000 if explores else 100
+        settings.register_profile("any-machine", deadline=None, derandomize=not explores, max_examples=examples)
         settings.load_profile("any-machine")

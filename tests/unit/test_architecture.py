@@ -21,6 +21,7 @@ def test_every_symbol_that_the_document_names_can_be_imported(symbol):
     reduce(getattr, path.split("."), importlib.import_module(module))
 
 
+@pytest.mark.slow
 def test_every_test_that_the_document_names_is_collected():
     files = sorted({test.partition("::")[0] for test in TESTS})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]

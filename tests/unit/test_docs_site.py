@@ -14,6 +14,8 @@ from kvtiers.config.models import OffloadConfig
 from kvtiers.config.options import options_of
 from kvtiers.plugins import installed_tiers, load_tier
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

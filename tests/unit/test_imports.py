@@ -149,6 +149,7 @@ def test_the_sources_keep_the_contracts(copy: Copy):
     assert copy.broken_contracts() == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "line", "contract"),
     [
@@ -190,6 +191,7 @@ def test_an_import_that_the_design_forbids_breaks_its_contract(copy: Copy, path:
     assert contract in copy.broken_contracts()
 
 
+@pytest.mark.slow
 def test_torch_under_gpu_breaks_no_contract(copy: Copy):
     copy.append("kvtiers/gpu/worker.py", "import torch")
     assert copy.broken_contracts() == set()

@@ -60,6 +60,7 @@ def test_a_read_value_stays_and_one_that_was_only_asked_for_goes(folder, value, 
     assert not all(store.exists(written[1:]))
 
 
+@pytest.mark.slow
 def test_the_capacity_is_never_passed_and_stays_in_use(folder, value, names):
     store = folder.open(capacity=200 * PAGE)
     written, most = names(1500), 0

@@ -236,6 +236,7 @@ def play(layout, scene):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["files", "slab"])
 def test_wherever_a_writer_is_killed_the_other_users_of_its_directory_go_on(layout):
     points = int(play(layout, "killed").split()[-1])

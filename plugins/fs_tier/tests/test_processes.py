@@ -14,6 +14,8 @@ from kvtiers_fs import quota
 from kvtiers_fs.directory import Directory, Permissions
 from kvtiers_fs.quota import UsageFile
 
+pytestmark = pytest.mark.slow
+
 PAGE = 4096
 PAGES = 16
 CAPACITY = 400 * PAGES * PAGE

@@ -14,6 +14,8 @@ from kvtiers.api import StoreFull
 from kvtiers_fs.slab.format import Row
 from kvtiers_fs.slab.index import INDEX_FILE
 
+pytestmark = pytest.mark.slow
+
 PAGE = 4096
 PAGES = 4
 CAPACITY = 4 << 20

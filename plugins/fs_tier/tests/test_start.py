@@ -66,12 +66,14 @@ def populated(folder):
     return populate
 
 
+@pytest.mark.slow
 def test_a_start_and_its_first_writes_list_no_folder_however_many_values_there_are(folder, populated):
     events, values = start(folder, populated(20_000))
     assert values == 20_000
     assert events == {}
 
 
+@pytest.mark.slow
 def test_the_watch_of_the_test_above_sees_a_walk(folder, populated):
     known = populated(300)
     (folder.path / ".usage").unlink()

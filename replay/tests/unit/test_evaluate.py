@@ -20,6 +20,8 @@ from kvtiers_replay.workload import ReplayRequest
 
 from .synthetic import synthetic
 
+pytestmark = pytest.mark.slow
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SHAPE = ModelShape("eight", "GQA", "bfloat16", 1, (LayerGroup(32, 4096),))  # 128 KiB a token, 2 MiB a chunk
 TRACES = os.environ.get("KVTIERS_TRACES")

@@ -35,6 +35,7 @@ def text_of(svg: str) -> list[str]:
     return [element.text for element in ET.fromstring(svg).iter(f"{SVG}text")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value_bytes", [None, 4096, 64 << 20])
 def test_a_chart_has_a_line_for_each_series_and_a_dot_for_each_point_and_all_are_in_the_picture(trace, value_bytes):
     tiers = [(), (PlanTier("disk", 200),), (PlanTier("disk"),)]

@@ -233,6 +233,7 @@ _STRANGER = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"]
 _STRANGER += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, and setpriv")
 def test_a_user_id_without_a_name_a_home_and_a_temporary_folder_is_enough(tmp_path, config):
     tmp_path.chmod(0o755)
@@ -301,6 +302,7 @@ def test_a_wrong_option_is_refused(run, config, option, value, said):
     assert said in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_backend_that_hangs_is_a_line_and_the_command_ends(distributions, config, store, process):
     # A thread that is no daemon keeps a normal exit waiting for ever, so this needs a process of its own.
     hangs = store(

@@ -222,6 +222,7 @@ def list(self, prefix):
     assert said in line
 
 
+@pytest.mark.slow
 def test_a_listing_that_takes_long_is_left_and_no_error(run, config, store, tmp_path):
     body = f"""
 def list(self, prefix):

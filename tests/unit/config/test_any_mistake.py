@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtiers.api import ConfigError
 from kvtiers.config import load_config
 
-fuzz = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 MAPPINGS_OF_THE_USER = {"labels"}  # any key is right in there
 

@@ -100,7 +100,7 @@ def test_the_models_identity_is_what_was_given():
 
 def test_a_plugin_s_own_check_that_fails_is_one_line(distributions):
     options = """
-place: str = ""
+shelf: str = ""
 
 def model_post_init(self, context):
     raise RuntimeError("no home directory")

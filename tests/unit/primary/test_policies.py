@@ -89,6 +89,7 @@ calls = st.tuples(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LRUPolicy, ARCPolicy])
 @settings(deadline=None, max_examples=300)
 @given(history=st.lists(calls, min_size=8, max_size=30), count=st.integers(1, 6))

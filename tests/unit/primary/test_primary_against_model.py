@@ -439,4 +439,4 @@ class PrimaryWithHints(PrimaryAgainstModel):
 TestPrimaryWithHints = PrimaryWithHints.TestCase
 TestPrimaryWithHints.settings = settings(deadline=None, max_examples=40, stateful_step_count=50)
 TestPrimaryAgainstModel = PrimaryAgainstModel.TestCase
-TestPrimaryAgainstModel.settings = settings(deadline=None, max_examples=300, stateful_step_count=50)
+TestPrimaryAgainstModel.settings = settings(deadline=None, stateful_step_count=50)

@@ -485,6 +485,7 @@ def hits_by_liars(params_of, seed):
     return hits[1], hits[0], asked[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000), ends=st.lists(st.booleans(), min_size=1, max_size=5).filter(any))
 @example(seed=1, ends=[True])
@@ -498,6 +499,7 @@ def test_a_lying_hint_costs_hits_of_its_own_session_only(seed, ends):
     assert beside_liars >= others - 0.01 * asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", [[0.0], [1e4, 0.0, 5.0]], ids=["soon", "mixed"])
 def test_a_wrong_expectation_is_learnt_to_mean_nothing(lie):
     """Over some workloads: in one of them, what is learnt from fewer requests may be 2 % better or worse."""

@@ -201,6 +201,7 @@ def test_a_reset_takes_back_events_that_were_not_taken():
     assert events(bench) == []
 
 
+@pytest.mark.slow
 def test_events_that_are_not_taken_do_not_pile_up():
     log = EventLog()
     bench = Bench(tiers={}, rows=16)

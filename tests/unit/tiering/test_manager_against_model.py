@@ -543,7 +543,9 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         self.all_counts_are_right()
 
 
-ManagerAgainstModel.TestCase.settings = settings(max_examples=800, stateful_step_count=60, deadline=None)
+ManagerAgainstModel.TestCase.settings = settings(
+    max_examples=2 * settings.default.max_examples, stateful_step_count=60, deadline=None
+)
 TestManagerAgainstModel = ManagerAgainstModel.TestCase
 
 

@@ -17,6 +17,8 @@ from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, simulate
 from kvtiers_replay.trace import chain_hashes, read_trace
 from kvtiers_replay.workload import ReplayRequest, Workload
 
+pytestmark = pytest.mark.slow
+
 
 def generated_trace(requests: int = 6_000, tenants=("",), shares=()) -> PlanTrace:
     """Chats of some turns over three system prompts: 250,000 chunks are asked for, of which 40,000 are different.

@@ -212,6 +212,7 @@ def sessions_and_scans(module, name):
     return hits / (15 * 40 * 10)
 
 
+@pytest.mark.slow
 def test_what_comes_back_outlives_what_never_does_once_that_is_learnt(module):
     assert sessions_and_scans(module, "lru") < 0.1
     assert sessions_and_scans(module, "turn-hazard") > 0.9

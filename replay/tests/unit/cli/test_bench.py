@@ -79,6 +79,7 @@ def documented_commands():
     return [*commands, [*commands[0][:3], *shlex.split(quicker)]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAGE.is_file(), reason="the page is not beside an installed distribution")
 @pytest.mark.parametrize("number", range(4))
 def test_the_commands_of_the_page_work_as_they_are_printed(run, tmp_path, number):

@@ -89,6 +89,7 @@ def test_what_cannot_work_is_refused_in_one_line(run, log, arguments, said):
     assert said in result.output
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_between_two_steps_and_writes_no_page(log):
     lines = [{"prompt_token_ids": [n] * 4000, "timestamp": n} for n in range(3000)]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))

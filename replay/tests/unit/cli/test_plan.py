@@ -279,6 +279,7 @@ def with_children(parent: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_ctrl_c_prints_what_was_found_and_leaves_no_process(tmp_path, processes):
     # Far more than can be done while the test runs; each case is small, so that the first is soon there.
