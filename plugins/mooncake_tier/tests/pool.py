@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,7 +89,9 @@ class Master:
 
     def start(self) -> "Master":
         with self._log.open("ab") as log:
-            command = ["setpriv", "--pdeathsig", "KILL", *self._command]  # ends with the tests' process
+            # Ends with the tests' process: the signal follows the thread, so only where that is the main one.
+            is_main = threading.current_thread() is threading.main_thread()
+            command = [*(["setpriv", "--pdeathsig", "KILL"] if is_main else []), *self._command]
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             wait_until(self._answers, f"the master on port {self.port}")

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,15 @@ def wait_until(true, what: str, patience: float = PATIENCE) -> None:
         time.sleep(0.01)
 
 
+def ends_with_tests() -> list[str]:
+    """Return the words before a command that end it with the tests' process, however that ends.
+
+    The kernel's signal follows the thread that has started the command: there are none in a thread that ends earlier.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return ["setpriv", "--pdeathsig", "KILL"] if is_main else []
+
+
 class Server:
     """One server process. It can be stopped, killed, paused and started again on the same port and folder."""
 
@@ -79,8 +89,7 @@ class Server:
 
     def start(self) -> "Server":
         with (self.folder / "log").open("ab") as log:
-            command = ["setpriv", "--pdeathsig", "KILL", self._binary, *self._options]  # ends with the tests' process
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen([*ends_with_tests(), self._binary, *self._options], stdout=log, stderr=log)
         wait_until(self.answers, f"{self._binary} on port {self.port}")
         return self
 
