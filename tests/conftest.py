@@ -37,6 +37,10 @@ def work_unit(nodeid: str) -> str:
     return next((folder for folder in SHARED_FIXTURES if file.startswith(folder)), file)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: left out by `make test`")  # also where other settings are in force
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers that -m names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

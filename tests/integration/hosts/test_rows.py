@@ -84,7 +84,7 @@ def test_a_buffer_that_a_store_keeps_costs_its_host_and_then_the_rows_come_free(
     assert engine.figures()["quarantined_rows"] == 4
     engine.end_grace()
     engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
-    (line,) = log("kept the buffer")
+    (line,) = log("plugin: FaultyStore.read_into kept the buffer")
     assert line.startswith("faulty: a bug of the tier's plugin: FaultyStore.read_into kept the buffer")
     assert line.endswith("Copy what is kept: bytes(...)")
     assert log("its host is killed: job ")

@@ -203,7 +203,7 @@ class HostLauncher:
     def _begin(self, host: HostProcess, life: HostLife, handover: socket.socket) -> HostLife:
         try:
             what = host, life, handover
-            threading.Thread(target=self._wait, args=what, name="kvtiers-waiter", daemon=True).start()
+            threading.Thread(target=self._attend, args=what, name="kvtiers-waiter", daemon=True).start()
         except RuntimeError:  # no thread to be had: it would never be reaped
             life.process.kill()
             life.process.wait()
@@ -219,9 +219,13 @@ class HostLauncher:
         # what its stores have started must end with it.
         return spawn("kvtiers.host.__main__", arguments, name=host.name, pass_fds=passed, process_group=0)
 
-    def _wait(self, host: HostProcess, life: HostLife, handover: socket.socket) -> None:
+    def _attend(self, host: HostProcess, life: HostLife, handover: socket.socket) -> None:
+        """Hand the region over once the host asks for it, then wait for its end."""
         with handover:
             hand_over(handover, [self._region_fd, *self._more_fds])
+        self._wait(host, life)
+
+    def _wait(self, host: HostProcess, life: HostLife) -> None:
         wait_unreaped(life.process)
         self._requests.put(lambda: self._reap(host, life))
 
