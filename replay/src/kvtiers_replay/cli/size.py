@@ -105,7 +105,8 @@ Examples:
   kvtiers size --model config.json --json | jq .bytes_per_token
 
 The model's config.json is the one that lies beside its weights on Hugging Face. Supported are multi-head, multi-query
-and grouped-query attention, DeepSeek's latent attention (MLA), and hybrids with sliding windows.
+and grouped-query attention, DeepSeek's latent attention (MLA), and hybrids with sliding windows. Model types are known
+by name; one that is not is taken as plain attention with a note, or refused where its config speaks of other layers.
 
 \b
 blocks_per_chunk  the fewest blocks whose value is as large as what the tier moves during a
