@@ -102,7 +102,7 @@ def test_a_known_model_takes_what_its_shape_says(model, config, nbytes, groups):
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 20, "sliding_window": 99}, 20, 12),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 99}, 0, 32),
         ({"sliding_window_pattern": 4, "sliding_window": 99}, 8, 24),
-        ({"model_type": "cohere2", "sliding_window": 99}, 8, 24),
+        ({"model_type": "cohere2", "sliding_window": 98}, 8, 24),  # and the token itself
         ({"model_type": "mistral", "sliding_window": None}, 32, 0),
         ({"layer_types": ["chunked_attention"] * 24 + ["full_attention"] * 8, "attention_chunk_size": 99}, 8, 24),
         ({"layer_types": ["full_attention"] * 32, "sliding_window": 99}, 32, 0),

@@ -192,7 +192,7 @@ class Fields:
             raise self.error("missing: layer_types, which say where 'attention_chunk_size' applies")
         if not self._has_window():
             return [None] * layers
-        window, pattern = self.count("sliding_window"), self._raw("sliding_window_pattern")
+        window, pattern = self._window("sliding_window"), self._raw("sliding_window_pattern")
         if self.given("use_sliding_window") and self._raw("max_window_layers") is not None:
             first = self.count("max_window_layers") if self.given("max_window_layers") else 0
             return [window if layer >= first else None for layer in range(layers)]
@@ -221,8 +221,12 @@ class Fields:
             if kind not in _FULL_TYPES and kind not in _WINDOW_TYPES:
                 known = ", ".join(sorted(_FULL_TYPES | _WINDOW_TYPES.keys()))
                 raise self.error(f"'layer_types' has {kind[:60]!r}, which is not a shape that is known here: {known}")
-            windows[kind] = self.count(_WINDOW_TYPES[kind]) if kind in _WINDOW_TYPES else None
+            windows[kind] = self._window(_WINDOW_TYPES[kind]) if kind in _WINDOW_TYPES else None
         return [windows[str(kind)] for kind in types]
+
+    def _window(self, name: str) -> int:
+        # A token of Cohere's attends to so many before it, and to itself.
+        return self.count(name) + (self.model_type == "cohere2")
 
     def _chunked(self, layers: int) -> list[int | None]:
         """Return the windows of a Llama 4: layers with rotary positions attend in chunks; every fourth has none."""

@@ -55,7 +55,7 @@ OTHER = {
 
 # Fields that say something about some layers; in a model of an unknown type each may mean another cache.
 LAYER_FIELD = re.compile(
-    r"(types?|idxs?|indices|pattern|step|groups?|period|offset|interval|layers|factor)$|"
+    r"(types|idxs?|indices|pattern|step|groups?|period|offset|interval|layers|factor)$|"
     r"^(attn|attention|block|cla|conv|global|hybrid|index|linear|local|lru|mamba|shared|ssm|state|swa|window)_|"
     r"layer_list|_share"
 )
