@@ -82,8 +82,8 @@ def model(tmp_path):
         (MISTRAL_7B_01, 128 * 1024, [(32, 4096, 4096)]),
         # (512 + 64) * 2 = 1152 bytes a layer; heads have no part in it
         (DEEPSEEK_V3, 1152 * 61, [(61, 1152, None)]),
-        # every second layer is full; 2 * 8 * 256 * 4
-        (GEMMA_2_9B, 42 * 16384, [(21, 16384, None), (21, 16384, 4096)]),
+        # every second layer is full; 2 * 8 * 256 * 2: float32 weights are served as bfloat16
+        (GEMMA_2_9B, 42 * 8192, [(21, 8192, None), (21, 8192, 4096)]),
         # every sixth; head_dim 256 is the class's default, not 3840 / 16
         (GEMMA_3_12B, 48 * 8192, [(8, 8192, None), (40, 8192, 1024)]),
         # 2 * 8 * 64 * 2
@@ -102,7 +102,7 @@ def test_a_known_model_takes_what_its_shape_says(model, config, nbytes, groups):
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 20, "sliding_window": 99}, 20, 12),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 99}, 0, 32),
         ({"sliding_window_pattern": 4, "sliding_window": 99}, 8, 24),
-        ({"model_type": "cohere2", "sliding_window": 99}, 8, 24),
+        ({"model_type": "cohere2", "sliding_window": 98}, 8, 24),  # and the token itself
         ({"model_type": "mistral", "sliding_window": None}, 32, 0),
         ({"layer_types": ["chunked_attention"] * 24 + ["full_attention"] * 8, "attention_chunk_size": 99}, 8, 24),
         ({"layer_types": ["full_attention"] * 32, "sliding_window": 99}, 32, 0),
@@ -143,7 +143,7 @@ def test_the_type_of_a_number_can_be_another_than_the_models(model, dtype, nbyte
 def test_names_that_older_models_use_are_understood(model):
     gpt2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "torch_dtype": "torch.float32", "model_type": "gpt2"}
     falcon = {"hidden_size": 4544, "multi_query": True, "num_attention_heads": 71, "num_hidden_layers": 32}
-    assert model(gpt2).bytes_per_token == 2 * 12 * 12 * 64 * 4
+    assert model(gpt2, kv_dtype="float32").bytes_per_token == 2 * 12 * 12 * 64 * 4
     assert model(falcon | {"torch_dtype": "bfloat16"}).bytes_per_token == 32 * 2 * 64 * 2
 
 

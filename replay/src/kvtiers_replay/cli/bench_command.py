@@ -19,8 +19,8 @@ from kvtiers.cli.progress import show_progress, stop_on_interrupt
 from kvtiers.config import load_config
 from kvtiers.plugins import installed_names, load_tier
 from kvtiers_replay.bench import Bench, BenchOptions, BenchTier, run_bench
-from kvtiers_replay.cli.size import model_options
-from kvtiers_replay.sizing import ModelShape, read_model
+from kvtiers_replay.cli.size import model_options, read_shape
+from kvtiers_replay.sizing import ModelShape
 
 __all__ = ["bench"]
 
@@ -136,7 +136,7 @@ def bench(
     """Measure tiers on this machine: latency and GB/s, beside its limits, and what suits them."""
     if compare != (len(targets) > 1):
         raise click.UsageError("give one TYPE or file, or --compare and several of them")
-    blocks = _blocks(read_model(model, kv_dtype=kv_dtype, ranks=tp), tokens_per_block) if model else {}
+    blocks = _blocks(read_shape(model, kv_dtype=kv_dtype, ranks=tp), tokens_per_block) if model else {}
     options = BenchOptions(
         sorted(blocks or set(sizes)), blocks, sorted(set(batches)), sorted(set(threads)), sorted(set(processes)),
         most_bytes, seconds,

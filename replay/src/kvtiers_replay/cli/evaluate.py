@@ -17,12 +17,13 @@ from kvtiers_replay.cli.size import (
     link_options,
     links_of,
     model_options,
+    read_shape,
     tokens_per_block_option,
 )
 from kvtiers_replay.evaluate.evaluation import Evaluation, Question, evaluate
 from kvtiers_replay.evaluate.offers import GIB_MONTH
 from kvtiers_replay.logs import LogKind, Reading, ReadLog, read_log
-from kvtiers_replay.sizing import ModelShape, read_model, suggest
+from kvtiers_replay.sizing import ModelShape, suggest
 
 __all__ = ["evaluate_command"]
 
@@ -152,7 +153,7 @@ def evaluate_command(
         raise click.UsageError("--only-model needs a log that names models: that of a vLLM server is of one")
     shape = DEFAULT_MODEL
     if model:
-        shape = read_model(model, kv_dtype=kv_dtype, ranks=tp)
+        shape = read_shape(model, kv_dtype=kv_dtype, ranks=tp)
     elif tp > 1 or kv_dtype != "auto":
         raise click.UsageError("--tp and --kv-dtype need a --model")
     question = _question(shape, tp, hours, **machine)

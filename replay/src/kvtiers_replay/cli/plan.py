@@ -16,7 +16,7 @@ from kvtiers.cli.output import file_to_write, print_heading, print_table, with_u
 from kvtiers.cli.progress import show_progress, stop_on_interrupt
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.layout.tenants import Tenants
-from kvtiers_replay.cli.size import DEFAULT_MODEL, model_options, tokens_per_block_option
+from kvtiers_replay.cli.size import DEFAULT_MODEL, model_options, read_shape, tokens_per_block_option
 from kvtiers_replay.plan import (
     Plan,
     PlanCase,
@@ -35,7 +35,6 @@ from kvtiers_replay.plan.other_policy import DEFAULT_PREFILL_SPEED
 from kvtiers_replay.plan.series import series_of, swept_size
 from kvtiers_replay.plan.simulate import tenant_in
 from kvtiers_replay.plan.sizes import DEFAULT_PRIMARY, BytesUnknownError
-from kvtiers_replay.sizing import read_model
 from kvtiers_replay.trace import read_trace
 from kvtiers_replay.workload import Workload
 
@@ -160,7 +159,7 @@ def plan(
         raise click.UsageError("--model and --bytes-per-token exclude each other")
     config = load_config(config_file) if config_file else None
     if model:
-        bytes_per_token = read_model(model, kv_dtype=kv_dtype, ranks=tp).bytes_per_token
+        bytes_per_token = read_shape(model, kv_dtype=kv_dtype, ranks=tp).bytes_per_token
     workload = read_trace(trace, requests, tokens_per_block)
     chunks = PlanTrace(workload, *_tenants_apart(workload, config))
     sizes, cases = _cases(chunks, bytes_per_token, Wanted(primary, secondary, policy), config)

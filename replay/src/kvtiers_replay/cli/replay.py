@@ -11,8 +11,8 @@ from kvtiers.api.units import parse_size
 from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.cli.progress import stop_on_interrupt
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers_replay.cli.size import model_options, tokens_per_block_option
-from kvtiers_replay.sizing import ModelShape, read_model
+from kvtiers_replay.cli.size import model_options, read_shape, tokens_per_block_option
+from kvtiers_replay.sizing import ModelShape
 from kvtiers_replay.workload import Workload
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def replay(
         raise click.UsageError("--engines needs a --config with tiers that processes share; without one there are none")
     if model and bytes_per_chunk:
         raise click.UsageError("--model and --bytes-per-chunk exclude each other")
-    shape = read_model(model, kv_dtype=kv_dtype, ranks=tp) if model else None
+    shape = read_shape(model, kv_dtype=kv_dtype, ranks=tp) if model else None
     config = load_config(config_file) if config_file else default_config()
     # Imported here: a wrong command line is reported at once.
     from kvtiers_replay.report.text import show_progress

@@ -12,7 +12,15 @@ from kvtiers.cli.output import print_heading, print_table
 from kvtiers.plugins import did_you_mean
 from kvtiers_replay.sizing import DTYPE_BYTES, LINKS, LayerGroup, Link, ModelShape, TierSuggestion, read_model, suggest
 
-__all__ = ["DEFAULT_MODEL", "link_options", "links_of", "model_options", "size", "tokens_per_block_option"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "link_options",
+    "links_of",
+    "model_options",
+    "read_shape",
+    "size",
+    "tokens_per_block_option",
+]
 
 DEFAULT_MODEL = ModelShape("Llama 3.1 8B (no --model given)", "GQA", "bfloat16", 1, (LayerGroup(32, 4096),))
 """What the commands take whose figures need a model, where none is given. They say so."""
@@ -36,6 +44,14 @@ tokens_per_block_option = click.option(
     "--tokens-per-block", metavar="N", type=click.IntRange(1, 1 << 20),
     help="Tokens of a block of the trace.  [default: what its lines say, or 512]",
 )  # fmt: skip
+
+
+def read_shape(model: str, *, kv_dtype: str, ranks: int) -> ModelShape:
+    """Read a model's shape for a command that prints no notes of its own: they go to standard error."""
+    shape = read_model(model, kv_dtype=kv_dtype, ranks=ranks)
+    for note in shape.notes:
+        click.echo(f"{model}: {note}", err=True)
+    return shape
 
 
 def _by_tier(parse: Callable[[str], float], expected: str) -> Callable[..., dict[str, float]]:
@@ -105,7 +121,8 @@ Examples:
   kvtiers size --model config.json --json | jq .bytes_per_token
 
 The model's config.json is the one that lies beside its weights on Hugging Face. Supported are multi-head, multi-query
-and grouped-query attention, DeepSeek's latent attention (MLA), and hybrids with sliding windows.
+and grouped-query attention, DeepSeek's latent attention (MLA), and hybrids with sliding windows. Model types are known
+by name; one that is not is taken as plain attention with a note, or refused where its config speaks of other layers.
 
 \b
 blocks_per_chunk  the fewest blocks whose value is as large as what the tier moves during a

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtiers.api import ConfigError
+from kvtiers_replay.sizing.known import HARMLESS, LAYER_FIELD
 
 __all__ = ["Fields"]
 
@@ -14,8 +15,8 @@ _LARGEST = 1 << 32  # of any number in a config: a larger one is a slip
 _ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
-    "hidden_size": ("n_embd", "d_model"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
     "head_dim": ("kv_channels", "attention_head_dim"),
 }
 
@@ -55,12 +56,13 @@ class Fields:
         self._where = where
         self._whole: Mapping[str, Any] = document
         self._part = self._whole
+        self._read: set[str] = set()  # fields that a number was taken from
         nested = next((name for name in _NESTED if isinstance(document.get(name), Mapping)), None)
         self._nested = nested is not None and self._raw("num_hidden_layers") is None
         if nested is not None and self._nested:
             self._part = document[nested]
-        self._type = str(self._part.get("model_type") or "")
-        self._defaults = _CLASS_DEFAULTS.get(self._type, {}) if self._nested else {}
+        self.model_type = str(self._part.get("model_type") or self._whole.get("model_type") or "")
+        self._defaults = _CLASS_DEFAULTS.get(self.model_type, {}) if self._nested else {}
         self.notes: list[str] = []
 
     @property
@@ -78,6 +80,13 @@ class Fields:
         """Return whether the field is there with a value: not null, 0, false or empty."""
         return bool(self._raw(name))
 
+    def is_plain(self, name: str) -> bool:
+        """Return whether this field of a hybrid says that all layers are alike, or leaves it to ``layer_types``."""
+        if self.model_type == "granitemoehybrid" and self.given("layer_types"):
+            return True
+        value = self._raw(name)
+        return name == "attn_type_list" and isinstance(value, list) and all(each == 1 for each in value)
+
     def require(self, *names: str) -> None:
         """Raise one error that names all of these fields that are missing."""
         missing = [name for name in names if self._raw(name) is None and name not in self._defaults]
@@ -90,7 +99,7 @@ class Fields:
         value = self._raw(name)
         if value is None and name in self._defaults:
             value = self._defaults[name]
-            self.notes.append(f"{name!r} is left out: taken as {value}, the default of model type {self._type!r}")
+            self.notes.append(f"{name!r} is left out: taken as {value}, the default of model type {self.model_type!r}")
         if value is None:
             self.require(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -112,23 +121,65 @@ class Fields:
         """Return the size of a head: its own field, or its share of the hidden size."""
         if self._raw("head_dim") is not None or "head_dim" in self._defaults:
             return self.count("head_dim")
-        if self._type.startswith("gemma"):  # there it is no share of the hidden size
+        if self.model_type.startswith("gemma"):  # there it is no share of the hidden size
             self.require("head_dim")
         hidden = self.count("hidden_size")
         if hidden % heads:
             raise self.error(f"'hidden_size' {hidden} is no multiple of 'num_attention_heads' {heads}; give 'head_dim'")
         return hidden // heads
 
-    def dtype(self, known: Mapping[str, int]) -> str:
-        """Return the model's own type of numbers."""
-        for part in (self._part, self._whole):
+    def unread(self, layers: int) -> list[str]:
+        """Return the fields that may say that some layers have another cache, and that nothing has read."""
+        return [
+            name
+            for name, value in self._part.items()
+            if value and value is not True and name not in self._read and not HARMLESS.search(name)
+            if LAYER_FIELD.search(name) or (isinstance(value, list) and len(value) == layers)
+        ]
+
+    def dtype(self, known: Mapping[str, int], quantization: object = None) -> str:
+        """Return the type of the cache's numbers as vLLM takes it where the user names none.
+
+        ``quantization``: the config's own is left out, and this is that of a file beside it.
+        """
+        scheme = self._cache_scheme(quantization)
+        if scheme is not None:
+            self.notes.append("KV in fp8, as 'quantization_config' says; --kv-dtype takes another")
+            return scheme
+        for part in (self._whole, self._part):
             value = part.get("dtype") or part.get("torch_dtype")
             if value is not None:
                 name = str(value).removeprefix("torch.")
                 if name not in known:
                     raise self.error(f"type {name[:60]!r} is not known; give --kv-dtype: {', '.join(known)}")
+                if name in {"float32", "float"}:
+                    self.notes.append("weights in float32 are served as bfloat16; else give --kv-dtype float32")
+                    return "bfloat16"
                 return name
         raise self.error("missing: dtype (or torch_dtype); give --kv-dtype")
+
+    def _cache_scheme(self, quantization: object) -> str | None:
+        """Return the type of the cache that the checkpoint's quantization asks for, if it does."""
+        parts = (self._whole, self._part)
+        found = [
+            part[name] for name in ("quantization_config", "compression_config") for part in parts if part.get(name)
+        ]
+        config = next((each for each in (*found, quantization) if isinstance(each, Mapping)), None)
+        if config is None:
+            return None
+        inner = config.get("quantization")
+        sources = (inner, config) if isinstance(inner, Mapping) else (config,)
+        names = ("kv_cache_scheme", "kv_cache_quant_algo")
+        said = next((each[name] for name in names for each in sources if each.get(name)), None)
+        if said is None:
+            return None
+        if isinstance(said, Mapping) and (said.get("num_bits"), said.get("type")) == (8, "float"):
+            return "fp8"
+        if isinstance(said, str) and said.lower() == "fp8":
+            return "fp8"
+        raise self.error(
+            f"'quantization_config' has the KV cache in {repr(said)[:60]}, not known here; give --kv-dtype"
+        )
 
     def windows(self, layers: int) -> list[int | None]:
         """Return the attention window of each layer, in tokens; None: full attention."""
@@ -136,24 +187,26 @@ class Fields:
         if types is not None:
             return self._windows_of(types, layers)
         if self.given("attention_chunk_size"):
+            if self.model_type in {"llama4", "llama4_text"}:
+                return self._chunked(layers)
             raise self.error("missing: layer_types, which say where 'attention_chunk_size' applies")
         if not self._has_window():
             return [None] * layers
-        window, pattern = self.count("sliding_window"), self._raw("sliding_window_pattern")
+        window, pattern = self._window("sliding_window"), self._raw("sliding_window_pattern")
         if self.given("use_sliding_window") and self._raw("max_window_layers") is not None:
             first = self.count("max_window_layers") if self.given("max_window_layers") else 0
             return [window if layer >= first else None for layer in range(layers)]
-        if pattern is not None or self._type in _FULL_EVERY:
-            every = _FULL_EVERY[self._type] if pattern is None else self.count("sliding_window_pattern")
+        if pattern is not None or self.model_type in _FULL_EVERY:
+            every = _FULL_EVERY[self.model_type] if pattern is None else self.count("sliding_window_pattern")
             return [window if (layer + 1) % every else None for layer in range(layers)]
-        if self._type in _ALL_WINDOWED:
+        if self.model_type in _ALL_WINDOWED:
             return [window] * layers
         raise self.error(f"missing: layer_types, which say which layers have the 'sliding_window' of {window}")
 
     def _has_window(self) -> bool:
         # Qwen's configs name a window also where it is not used.
         if self._raw("use_sliding_window") is False or (
-            self._type.startswith("qwen") and not self.given("use_sliding_window")
+            self.model_type.startswith("qwen") and not self.given("use_sliding_window")
         ):
             return False
         # A field that is null means none, against the class's default.
@@ -168,8 +221,22 @@ class Fields:
             if kind not in _FULL_TYPES and kind not in _WINDOW_TYPES:
                 known = ", ".join(sorted(_FULL_TYPES | _WINDOW_TYPES.keys()))
                 raise self.error(f"'layer_types' has {kind[:60]!r}, which is not a shape that is known here: {known}")
-            windows[kind] = self.count(_WINDOW_TYPES[kind]) if kind in _WINDOW_TYPES else None
+            windows[kind] = self._window(_WINDOW_TYPES[kind]) if kind in _WINDOW_TYPES else None
         return [windows[str(kind)] for kind in types]
+
+    def _window(self, name: str) -> int:
+        # A token of Cohere's attends to so many before it, and to itself.
+        return self.count(name) + (self.model_type == "cohere2")
+
+    def _chunked(self, layers: int) -> list[int | None]:
+        """Return the windows of a Llama 4: layers with rotary positions attend in chunks; every fourth has none."""
+        rotary = self._raw("no_rope_layers") or [(layer + 1) % 4 for layer in range(layers)]
+        if not isinstance(rotary, list) or len(rotary) != layers:
+            raise self.error(
+                f"'no_rope_layers' is {repr(rotary)[:60]}, expected a list of {layers}, one for each layer"
+            )
+        chunk = self.count("attention_chunk_size")
+        return [chunk if each else None for each in rotary]
 
     def _says(self, name: str) -> bool:
         return any(each in self._part for each in (name, *_ALIASES.get(name, ())))
@@ -179,5 +246,9 @@ class Fields:
         for each in (name, *_ALIASES.get(name, ())):
             value = self._part.get(each)
             if value is not None:
+                self._read.add(each)
                 return value
+        if name == "num_key_value_heads" and isinstance(nested := self._part.get("attn_config"), Mapping):
+            self._read.add("attn_config")
+            return nested.get("kv_n_heads")  # MPT and DBRX
         return None

@@ -6,8 +6,9 @@ Per layer and token, with ``d`` bytes a number:
   divides the heads among the ranks, and a rank has at least one;
 - multi-head latent attention (DeepSeek): ``(kv_lora_rank + qk_rope_head_dim) * d``, the same bytes on every rank.
 
-Scales of a quantised cache and extra layers for speculation are not counted. A config whose cache is of another kind
-is refused: a wrong number would be worse than none.
+Scales of a quantised cache and extra layers for speculation are not counted. Model types are known by name
+(``sizing/known.py``); one whose cache is of another kind is refused: a wrong number would be worse than none. One that
+is not known is taken for plain attention with a note, and refused where a field that nothing reads speaks of layers.
 """
 
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 from kvtiers.api import ConfigError
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers_replay.sizing.fields import Fields
+from kvtiers_replay.sizing.known import ATTENTIONS, LATENT, OTHER, PLAIN
 
 __all__ = ["DTYPE_BYTES", "LayerGroup", "ModelShape", "read_model"]
 
@@ -127,10 +129,8 @@ def read_model(path: str | os.PathLike[str], *, kv_dtype: str = "auto", ranks: i
     """
     where = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     fields = Fields(os.fspath(where), _read(where))
-    for name, what in _OTHER_CACHES.items():
-        if fields.given(name):
-            raise fields.error(f"{name!r} says that the model has {what}; this is not a shape that is known here")
-    latent = fields.given("kv_lora_rank")
+    _refuse_other_caches(fields)
+    latent = fields.model_type in LATENT
     names = ("num_hidden_layers", *(("kv_lora_rank", "qk_rope_head_dim") if latent else ("num_attention_heads",)))
     fields.require(*names, *(() if latent or fields.given("head_dim") else ("hidden_size",)))
     layers = fields.count("num_hidden_layers", _MOST_LAYERS)
@@ -144,13 +144,48 @@ def read_model(path: str | os.PathLike[str], *, kv_dtype: str = "auto", ranks: i
     own = layers - (fields.count("num_kv_shared_layers") if fields.given("num_kv_shared_layers") else 0)
     if own < 1:
         raise fields.error(f"'num_kv_shared_layers' leaves {own} of {layers} layers with a cache, expected at least 1")
-    kv_dtype = fields.dtype(DTYPE_BYTES) if kv_dtype == "auto" else kv_dtype
+    if kv_dtype == "auto":
+        kv_dtype = fields.dtype(DTYPE_BYTES, _quantization_beside(where))
     windows = Counter(fields.windows(layers)[:own])
+    if fields.model_type not in PLAIN | LATENT:
+        _note_unknown(fields, layers)
+    each = ATTENTIONS.get(fields.model_type, 1)
     groups = [
-        LayerGroup(count, width * DTYPE_BYTES[kv_dtype], window)
+        LayerGroup(count * each, width * DTYPE_BYTES[kv_dtype], window)
         for window, count in sorted(windows.items(), key=lambda item: (item[0] is not None, item[0] or 0))
     ]
     return ModelShape(fields.name, attention, kv_dtype, ranks, tuple(groups), latent, tuple(fields.notes))
+
+
+def _refuse_other_caches(fields: Fields) -> None:
+    advice = "this is not a shape that is known here; take vLLM's own number, as --bytes-per-token of kvtiers plan"
+    if fields.model_type in OTHER:
+        raise fields.error(f"model_type {fields.model_type!r} has {OTHER[fields.model_type]}; {advice}")
+    for name, what in _OTHER_CACHES.items():
+        if fields.given(name) and not fields.is_plain(name):
+            raise fields.error(f"{name!r} says that the model has {what}; {advice}")
+    if fields.given("kv_lora_rank") and fields.model_type not in LATENT:
+        text = "'kv_lora_rank' says that the model has latent attention: an engine keeps the latent or whole heads"
+        raise fields.error(f"{text}; model_type {fields.model_type[:60]!r} is not known here")
+
+
+def _note_unknown(fields: Fields, layers: int) -> None:
+    """Say that the shape is a guess, or refuse it where the config speaks of layers in a field that nothing read."""
+    called = f"model_type {fields.model_type[:60]!r} is not known here" if fields.model_type else "no model_type"
+    if unread := fields.unread(layers):
+        named = ", ".join(each[:60] for each in unread[:5])
+        raise fields.error(
+            f"{called}, and these may say that its layers have other caches: {named}; take vLLM's number"
+        )
+    fields.notes.append(f"{called}: taken as plain attention in every layer; compare with what the engine prints")
+
+
+def _quantization_beside(where: Path) -> object:
+    """Return what ModelOpt writes beside the config, which vLLM takes where the config says nothing."""
+    beside = where.with_name("hf_quant_config.json")
+    if not beside.is_file():
+        return None
+    return _read(beside)
 
 
 def _heads(fields: Fields) -> tuple[int, int, str]:

@@ -162,6 +162,13 @@ def test_a_models_config_gives_the_bytes_of_a_token(run, trace, tmp_path):
     assert data["points"][0]["primary"]["chunks"] == (1 << 30) // data["bytes_per_chunk"]
 
 
+def test_what_was_guessed_about_a_models_shape_is_said_on_stderr(run, trace, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B | {"model_type": "new"}))
+    result = run("plan", "--trace", trace, "--model", "config.json", "--primary", "1GiB", "--policy", "lru")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("config.json: model_type 'new' is not known here: taken as plain attention")
+
+
 def test_sizes_in_bytes_without_a_model_are_those_of_a_usual_one_and_one_line_says_so(run, trace, config):
     """As the README and the demo print it, with capacities in bytes."""
     file = config("{type: memory, capacity: 20GiB}", capacity="1GiB")
