@@ -19,6 +19,11 @@ LLAMA_31_8B = {
 }  # fmt: skip
 
 
+def warnings(result):
+    """Return the lines on stderr that are no progress, which a busy machine takes long enough to show."""
+    return [line for line in result.stderr.splitlines() if not re.match(r"\d+ cases ", line)]
+
+
 def trace_lines(requests: int) -> str:
     """Talks that go on, as a Mooncake trace."""
     chance = random.Random(4)
@@ -45,7 +50,7 @@ def cells(line: str) -> list[str]:
 
 def test_the_table_has_a_line_for_each_combination(run, trace):
     result = run("plan", "--trace", trace, "--primary", "20%,100%", "--secondary", "0,unlimited", "--policy", "lru,arc")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, warnings(result)) == (0, [])
     heading, *table = result.stdout.splitlines()
     assert heading.startswith("trace.jsonl: 120 requests, ")
     assert "full blocks of 512 tokens" in heading
@@ -99,7 +104,7 @@ def test_tenants_of_a_config_have_their_shares(run, trace, config, tmp_path):
     (tmp_path / trace).write_text("\n".join(whose) + "\n")
     file = config(more="tenants: {named: {blue: {share: 60%}, red: {share: 10%}}}\n")
     result = run("plan", "--trace", trace, "--config", file, "--bytes-per-token", "1KiB", "--primary", "20%")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, warnings(result)) == (0, [])
     assert "hits of blue" in cells(result.stdout.splitlines()[1])
     assert "tenants: the trace has no request of red, " in result.stdout
 
@@ -115,7 +120,7 @@ def test_tenants_of_a_config_have_their_quotas(run, trace, config, tmp_path, who
         result = run(
             "plan", "--trace", trace, "--config", file, "--bytes-per-token", "1KiB", "--primary", "5%", "--json"
         )
-        assert (result.exit_code, result.stderr) == (0, "")
+        assert (result.exit_code, warnings(result)) == (0, [])
         (point, *_) = json.loads(result.stdout)["points"]
         return point["tenants"]["blue"]["hits"], sum(point["hits"].values())
 
