@@ -73,6 +73,14 @@ def test_a_prefix_of_a_request_is_stored_in_the_near_tier_as_well(engines):
     assert sorted(key for job in bench.tier["near"].stores for key in job.keys) == sorted(KEYS)
 
 
+def test_a_prefix_that_may_come_from_the_far_tier_alone_is_stored_in_no_other(engines):
+    one = engines(1)
+    (bench,) = one.benches
+    assert bench.manager._prefetches.prefix(KEYS, ("far",))
+    assert one.run(bench) == [40]
+    assert bench.tier["near"].stores == []
+
+
 @pytest.mark.parametrize("what", ["no near tier", "it is off", "it takes nothing"])
 def test_without_a_near_tier_that_takes_stores_the_far_one_serves_alone(engines, what):
     one = engines(1)

@@ -179,7 +179,9 @@ class Prefetches:
             one.failed += len(flight.keys) - len(flight.landed)
             self._metrics.prefetched_chunks += len(flight.landed)
             near = self._questions.near_of(flight.slot)
-            if near is not None and (stored := self._cascades.hand_on(near, flight.landed)) is not None:
+            if near is None or not (one.is_warm_up or one.tiers is None or near.name in one.tiers):
+                continue
+            if (stored := self._cascades.hand_on(near, flight.landed)) is not None:
                 one.storing.append(stored)
         one.storing = [stored for stored in one.storing if self._is_moving(stored)]
 
