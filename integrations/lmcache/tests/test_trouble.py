@@ -252,7 +252,7 @@ def test_the_ledger_forgets_the_oldest_keys_when_it_is_full(serve):
     [
         ({}, "'config': Field required"),
         ({"config": "/no/such/file.yaml"}, "/no/such/file.yaml"),
-        ({"config": {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [{"type": "no such"}]}}, "no such"),
+        ({"config": {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [{"type": "no-such"}]}}, "no-such"),
         ({"config": {}, "deadlines": "1s"}, "'deadlines': Extra inputs are not permitted"),
         ({"config": {}, "weights": 3}, "'weights'"),
         ({"config": {}, "deadline": "0s"}, "'deadline'"),

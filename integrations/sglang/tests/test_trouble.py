@@ -128,6 +128,6 @@ def test_with_sglangs_own_fault_injector_pages_are_missed_and_never_wrong(serve,
 
 
 def test_a_config_that_is_wrong_stops_the_attach_with_its_line(serve, config):
-    config["secondary"][0]["type"] = "no such tier"
-    with pytest.raises(ConfigError, match="no such tier"):
+    config["secondary"][0]["type"] = "no-such-tier"
+    with pytest.raises(ConfigError, match="no-such-tier"):
         serve()
