@@ -31,7 +31,7 @@ from .tiering.harness import Bench, chain
 
 GOLDEN = [
     case
-    for name in ("control-1", "control-1-warm-up")
+    for name in ("control-1", "control-1-status", "control-1-warm-up")
     for case in json.loads((Path(__file__).parents[1] / "golden" / f"{name}.json").read_text("utf-8"))
 ]
 
@@ -118,7 +118,7 @@ def test_a_client_sends_and_reads_this_format(case):
 def test_there_is_a_golden_command_of_every_action(stepping):
     bench, _ = stepping
     bench.manager.live = object()
-    assert {case["action"] for case in GOLDEN} == set(EngineActions(bench.manager, "m").actions())
+    assert {case["action"] for case in GOLDEN} == {"status", *EngineActions(bench.manager, "m").actions()}
 
 
 GOOD = {"kvtiers_control": 1, "action": "switch", "seconds": 5, "tier": "a", "to": "off"}
@@ -259,7 +259,7 @@ def test_another_user_is_refused_by_the_engine_and_by_the_client(stepping):
 def test_a_client_sends_nothing_to_another_users_socket(monkeypatch, serve):
     control = serve({})
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(CommandRefused, match="an engine takes commands of its own user and of root"):
+    with pytest.raises(CommandRefused, match="an engine answers only to its own user and to root"):
         send_command(control.name, "switch", 5, tier="a", to="off")
 
 

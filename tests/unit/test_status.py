@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from subprocess import PIPE
 
@@ -18,8 +19,9 @@ from click.testing import CliRunner
 from kvtiers.cli.main import cli
 from kvtiers.cli.output import in_words
 from kvtiers.cli.status import verdict, what_if_sentence, writes_per_hit
+from kvtiers.control import CommandRefused, ControlSocket, running, send_command
 from kvtiers.metrics import TierMetrics
-from kvtiers.status import LastTrouble, StatusSocket, Troubles, answer_status, ask, running, troubles_from_the_start
+from kvtiers.status import LastTrouble, Troubles, answer_status, ask, troubles_from_the_start
 
 TIER = {
     "off": "",
@@ -52,13 +54,22 @@ def answer(**tiers):
     return {"engine": "vLLM 0.32.0", "pid": os.getpid(), "model": "some-org/model", "tiers": tiers}
 
 
+def answering(status, **how):
+    """Return a socket that answers ``status`` with what this returns."""
+    return ControlSocket({"status": lambda _: ("", status())}, **how)
+
+
+def stats(**tiers):
+    return {"engine": {}, "primary": {}, "tiers": tiers}
+
+
 @pytest.fixture
 def serve():
     """Answer as an engine would until the test ends."""
     sockets = []
 
     def serve(status):
-        sockets.append(StatusSocket(lambda: status))
+        sockets.append(answering(lambda: status))
         return sockets[-1]
 
     yield serve
@@ -75,8 +86,8 @@ def test_an_engine_is_found_and_answers(serve):
 _CONTAINER = """
 import os, sys
 os.getpid = lambda: 7
-from kvtiers.status import StatusSocket
-served = StatusSocket(dict)
+from kvtiers.control import ControlSocket
+served = ControlSocket({})
 print(served.name, flush=True)
 sys.stdin.read()
 """
@@ -114,8 +125,9 @@ import multiprocessing, os, sys, time
 def engine(pipe):
     from kvtiers.status import Troubles, answer_status
     troubles = Troubles([])
+    stats = {"engine": {}, "primary": {}, "tiers": {}}
     named = {"namespace": "prod", "fingerprint": lambda: "c0ffee"}
-    served = answer_status("vLLM 0.32.0", "orphans/model", troubles, dict, **named)
+    served = answer_status("vLLM 0.32.0", "orphans/model", troubles, lambda: stats, **named)
     pipe.send((served.name, os.getpid()))
     time.sleep(300)
 
@@ -158,9 +170,9 @@ def test_a_question_that_cannot_be_answered_says_why_and_the_next_one_is_answere
             raise found
         return found
 
-    served = StatusSocket(status)
+    served = answering(status)
     try:
-        with pytest.raises(ValueError, match="no figures"):
+        with pytest.raises(CommandRefused, match="no figures"):
             ask(served.name)
         assert ask(served.name) == answer(fs=TIER)
     finally:
@@ -177,7 +189,7 @@ def test_a_question_that_cannot_be_taken_is_not_the_last(monkeypatch):
         return accept(listening)
 
     monkeypatch.setattr(socket.socket, "accept", take)
-    served = StatusSocket(lambda: answer(fs=TIER))
+    served = answering(lambda: answer(fs=TIER))
     try:
         assert ask(served.name) == answer(fs=TIER)
     finally:
@@ -202,7 +214,7 @@ def test_the_tiers_are_looked_after_about_once_a_second_whether_anyone_asks_or_n
             seen.set()
         raise ZeroDivisionError("a bug")
 
-    served = StatusSocket(lambda: answer(fs=TIER), tend=tend)
+    served = answering(lambda: answer(fs=TIER), tend=tend)
     try:
         for _ in range(20):
             assert ask(served.name) == answer(fs=TIER)
@@ -216,7 +228,7 @@ def test_the_tiers_are_looked_after_about_once_a_second_whether_anyone_asks_or_n
 def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
     logger = logging.getLogger("kvtiers")
     before = list(logger.handlers)
-    served = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs", "redis"]), dict)
+    served = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs", "redis"]), stats)
     assert len(logger.handlers) == len(before) + 2
     served.close()
     assert logger.handlers == before
@@ -228,7 +240,7 @@ def test_what_a_tier_logs_while_it_is_opened_is_its_last_trouble_also_for_those_
     with troubles_from_the_start(["fs"]) as troubles:
         logger.warning("fs: out of use")
     figures = dict.fromkeys(TierMetrics.__slots__, 0) | TIER | {"own": {}}
-    served = answer_status("vLLM 0.32.0", "some-org/model", troubles, lambda: {"fs": figures})
+    served = answer_status("vLLM 0.32.0", "some-org/model", troubles, lambda: stats(fs=figures))
     try:
         assert ask(served.name)["tiers"]["fs"]["trouble"] == "out of use"
     finally:
@@ -277,7 +289,7 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
 
 def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
     serve(answer(fs=TIER))
-    monkeypatch.setattr("kvtiers.status._process", "of-another-container")
+    monkeypatch.setattr("kvtiers.control._process", "of-another-container")
     serve(answer(redis=TIER))
     engines = [engine for engine in json.loads(run("--json").stdout) if engine["pid"] == os.getpid()]
     assert sorted(name for engine in engines for name in engine["tiers"]) == ["fs", "redis"]
@@ -292,10 +304,11 @@ if os.geteuid() == 0:
 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 listener.bind("\\0" + sys.argv[1])
 listener.listen(8)
-says = sys.stdin.buffer.read()
+says = b'{"kvtiers_control": 1, "text": "", "result": %s}\\n' % sys.stdin.buffer.read()
 print(flush=True)
 while True:
     connection, _ = listener.accept()
+    connection.recv(1 << 16)
     if sys.argv[3] == "slow":
         while True:
             try:
@@ -353,7 +366,7 @@ def test_what_is_no_engine_s_answer_is_one_line_and_hides_no_engine(fake, says):
 
 def test_an_answer_that_never_ends_is_waited_for_no_longer_than_others(fake):
     name = fake("slow")
-    with pytest.raises(TimeoutError, match="has not ended its answer in time"):
+    with pytest.raises(CommandRefused, match="it has not answered in time"):
         ask(name, 0.3)
 
 
@@ -372,7 +385,7 @@ def test_another_user_s_answer_is_added_to_no_engine_of_ours(fake, monkeypatch):
     engines = [engine for engine in json.loads(run("--json").stdout) if engine["pid"] == os.getpid()]
     assert {engine["uid"]: list(engine["tiers"]) for engine in engines} == {0: ["fs"], 65534: ["theirs"]}
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(OSError, match="it is of user id 65534; an engine answers only to its own user"):
+    with pytest.raises(CommandRefused, match="it is of user id 65534; an engine answers only to its own user"):
         ask(name)
 
 
@@ -520,7 +533,7 @@ def test_writes_per_hit_are_said_once_there_are_enough(serve):
 def test_the_budget_that_costs_hits_is_named_with_what_to_change(serve):
     figures = TierMetrics(lookups=1000, stored_chunks=500, over_one_tier=100, over_all_tiers=20).as_data()
     figures |= {"own": {"already_present": 100}, "off": "", "shared": True, "tokens": 0}
-    engine = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs"]), lambda: {"fs": figures})
+    engine = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs"]), lambda: stats(fs=figures))
     try:
         said_of_it = ask(engine.name)["tiers"]["fs"]
         shown = CliRunner().invoke(cli, ["status"]).output
@@ -642,9 +655,38 @@ def test_what_did_not_come_and_why_stands_before_any_advice(serve):
     assert not any("could be read" in line for line in shown(serve, {"loaded_chunks": 200, "failed_loads": 5}))
 
 
-def test_an_answer_that_would_be_too_long_to_be_read_still_says_where_commands_go(serve):
-    long = {"commands": [{"outcome": "x" * 100_000}] * 20, "control": "there"}
-    said = ask(serve(answer(fs=TIER) | long).name)
-    assert "commands" not in said
-    assert said["control"] == "there"
-    assert said["tiers"] == {"fs": TIER}
+def test_an_answer_that_would_be_too_long_to_be_read_still_says_what_the_tiers_are():
+    long = stats() | {"what_if": {"x": "x" * 600_000}, "events": {"endpoint": "there"}}
+    served = answer_status("vLLM 0.32.0", "some-org/model", Troubles([]), lambda: long)
+    try:
+        said = ask(served.name)
+    finally:
+        served.close()
+    assert not said.keys() & {"commands", "what_if"}
+    assert said["model"] == "some-org/model"
+    assert said["events"] == {"endpoint": "there"}
+
+
+def test_status_is_answered_while_more_commands_than_may_run_wait_for_the_engine():
+    over = threading.Event()
+
+    def hang(_):
+        over.wait(60)
+        return "done", {}
+
+    served = ControlSocket({"status": lambda _: ("", answer(fs=TIER)), "drain": hang})
+    try:
+        with ThreadPoolExecutor(40) as pool:
+            sent = [pool.submit(send_command, served.name, "drain", 60) for _ in range(40)]
+            for _ in range(20):
+                assert ask(served.name, 60)["tiers"] == {"fs": TIER}
+            over.set()
+            assert [one.result(60) for one in sent] == [("done", {})] * 40
+    finally:
+        over.set()
+        served.close()
+
+
+def test_the_status_of_an_engine_is_asked_for_without_a_line_in_its_log(serve, caplog):
+    ask(serve(answer(fs=TIER)).name)
+    assert not caplog.records

@@ -1,18 +1,25 @@
-"""The control socket: a local socket on which an engine takes its operator's commands, number 1 of their format.
+"""The control socket: a local socket on which an engine answers its operator, number 1 of the format.
 
-Abstract, as the status socket beside it, and named in that one's answer, so that ``kvtiers ctl`` finds it. An engine
-answers only its own user and root, by the kernel's word (SO_PEERCRED). One connection is one command, and one line
-each way::
+The socket is abstract, so nothing is left of it after any end, and named from the engine's process::
+
+    @kvtiers-control-{pid}-{random, of the process}-{number}
+
+A pid alone is no name: containers that share a network, as those of one pod do, see each other's sockets, and each
+counts its processes from 1. An engine answers only its own user and root, by the kernel's word (SO_PEERCRED). One
+connection is one command, and one line each way::
 
     client   {"kvtiers_control": 1, "action": "switch", "seconds": 10.0, "tier": "fs", "to": "off"}
     engine   {"kvtiers_control": 1, "text": "fs: off, it was on", "result": {"tier": "fs", ...}}
     or       {"kvtiers_control": 1, "error": "there is no tier 'sf'; this engine has fs"}
 
+``status`` is the action that every engine has (``status.py``); it changes nothing, and waits for no other command.
+
 =================  ==========================================================================================
 thread             does
 =================  ==========================================================================================
-accept             refuses other users; at a bounded rate, as any user can connect in a loop
-one a command      reads the command, has the engine's step do it, waits for that within the command's seconds
+control            accepts, at a bounded rate, as any user can connect in a loop; refuses other users. Once a second
+                   it calls ``tend``, which looks after the tiers of an idle engine
+one a connection   reads the command, has the engine's step do it, waits for that within the command's seconds
 the engine's       works on what was posted to its ``CommandQueue``; never waits for any of these
 =================  ==========================================================================================
 """
@@ -26,35 +33,55 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvtiers._failures import error_text
+from kvtiers._failures import error_text, logged_boundary
 from kvtiers.api.keys import OffloadKey
-from kvtiers.region.connection import AcceptRate
 from kvtiers.region.handshake import peer_credentials
 from kvtiers.tiering.command_queue import CommandRefused
 
-__all__ = ["CONTROL_FORMAT", "LATE_SECONDS", "Action", "CommandRefused", "ControlSocket", "Request", "send_command"]
+__all__ = [
+    "CONTROL_FORMAT",
+    "LARGEST_ANSWER",
+    "LATE_SECONDS",
+    "SOCKET_PREFIX",
+    "Action",
+    "CommandRefused",
+    "ControlSocket",
+    "Request",
+    "process_of",
+    "running",
+    "send_command",
+    "send_to",
+]
 
 CONTROL_FORMAT = 1
+LARGEST_ANSWER = 1 << 20
+"""Bytes of an answer's line that a client reads."""
 LATE_SECONDS = 1.0
 """For a command that has begun when its time is over: a step's work on it takes microseconds."""
+SOCKET_PREFIX = "kvtiers-control-"
 _log = logging.getLogger("kvtiers.control")
-_PREFIX = "kvtiers-control-"
-_LONGEST_LINE = 1 << 16
+_LARGEST_COMMAND = 1 << 16
 _READ_SECONDS = 2.0  # for a client to send its command, and to take its answer
 _REST_SECONDS = 0.2  # for the rest of a line that is too long
 _MOST_SECONDS = 3600.0
-_AT_ONCE = 16  # commands; the others wait in the socket's backlog
+_CONNECTIONS = 256  # open at once; the others wait in the socket's backlog
+_COMMANDS = 16  # that wait for a step at once; the others wait for one of these
 _BACKLOG = 256
-_PAUSE_SECONDS = 0.1
+_TEND_SECONDS = 1.0
+_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted, or while none may be
+_EACH_SECONDS = 0.001  # after every connection: 1,000 a second are 2 % of a processor
 _REMEMBERED = 20
 _LONGEST_NOTE = 500
 _LONGEST_ERROR = 4000
 _LONGEST_VALUE = 80
 _LARGEST_NUMBER = 1e18  # a second's bytes, more than any machine moves; what is larger may not even be a float
-_UNNOTED = frozenset({"warm-keys"})  # which come all the time; the begin and the end of a warm-up are noted
+_ASKS = "status"
+_UNNOTED = frozenset({_ASKS, "warm-keys"})  # which come all the time; the begin and the end of a warm-up are noted
+_NO_ANSWER = "what it says is no engine's answer"
+_LATE = "it has not answered in time"
 _process = secrets.token_hex(4)
 _numbers = iter(range(1 << 62))
 
@@ -124,18 +151,32 @@ class Request:
 
 
 class ControlSocket:
-    """Takes commands until it is closed. ``actions``: by their names, called on a thread of the command's own."""
+    """Takes commands until it is closed.
 
-    def __init__(self, actions: Mapping[str, Action]) -> None:
+    ``actions``: by their names, called on a thread of the connection's own. ``tend``: called about once a second.
+    ``on_close``: called by ``close``.
+    """
+
+    def __init__(
+        self,
+        actions: Mapping[str, Action],
+        *,
+        tend: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         self._actions = actions
+        self._tend = tend
+        self._on_close = on_close
         self._closed = threading.Event()
-        self._free = threading.BoundedSemaphore(_AT_ONCE)
+        self._connections = threading.BoundedSemaphore(_CONNECTIONS)
+        self._commands = threading.BoundedSemaphore(_COMMANDS)
         self.latest: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         """The latest commands: when (seconds since the epoch), uid and pid of its sender, what, and what came of it."""
-        self.name = f"{_PREFIX}{os.getpid()}-{_process}-{next(_numbers)}"
+        self.name = f"{SOCKET_PREFIX}{os.getpid()}-{_process}-{next(_numbers)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(_BACKLOG)
+        self._socket.settimeout(_TEND_SECONDS)
         threading.Thread(target=self._serve, name="kvtiers-control", daemon=True).start()
 
     def close(self) -> None:
@@ -144,35 +185,40 @@ class ControlSocket:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
         self._socket.close()
+        self._on_close()
 
     def _serve(self) -> None:
-        rate = AcceptRate()
+        tend_at = time.monotonic()
         while not self._closed.is_set():
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._closed.wait(_PAUSE_SECONDS):
-                    return
-                continue
-            with contextlib.ExitStack() as closing:
-                closing.push(connection)
-                pid, uid = peer_credentials(connection)
-                if uid in {0, os.getuid()}:
-                    self._start(connection, pid, uid)
-                    closing.pop_all()
-            if (pause := rate.accepted(at_start=False)) and self._closed.wait(pause):
-                return
+            if (now := time.monotonic()) >= tend_at:
+                tend_at = now + _TEND_SECONDS
+                with logged_boundary(_log, "the tiers cannot be looked after; a bug of kvtiers"):
+                    self._tend()
+            if self._connections.acquire(timeout=_PAUSE_SECONDS):
+                self._accept()
 
-    def _start(self, connection: socket.socket, pid: int, uid: int) -> None:
-        while not self._free.acquire(timeout=_PAUSE_SECONDS):
-            if self._closed.is_set():
-                connection.close()
+    def _accept(self) -> None:
+        """Accept a connection; if its user may, have a thread of its own serve it."""
+        with contextlib.ExitStack() as refused:
+            refused.callback(self._connections.release)
+            try:
+                connection = refused.enter_context(self._socket.accept()[0])
+                pid, uid = peer_credentials(connection)
+            except TimeoutError:
                 return
-        take = threading.Thread(target=self._take, args=(connection, pid, uid), name="kvtiers-command", daemon=True)
+            except OSError:  # as without a descriptor to spare
+                self._closed.wait(_PAUSE_SECONDS)
+                return
+            if uid in {0, os.getuid()}:
+                refused.pop_all()
+                self._start(connection, pid, uid)
+        self._closed.wait(_EACH_SECONDS)
+
+    def _start(self, *of: Any) -> None:
         try:
-            take.start()
-        except RuntimeError:  # no thread can be had: the next command waits for this one
-            self._take(connection, pid, uid)
+            threading.Thread(target=self._take, args=of, name="kvtiers-command", daemon=True).start()
+        except RuntimeError:  # no thread can be had: the next connection waits for this one
+            self._take(*of)
 
     def _take(self, connection: socket.socket, pid: int, uid: int) -> None:
         try:
@@ -180,7 +226,7 @@ class ControlSocket:
                 connection.settimeout(_READ_SECONDS)
                 connection.sendall(_line(self._answer(connection, pid, uid)))
         finally:
-            self._free.release()
+            self._connections.release()
 
     def _answer(self, connection: socket.socket, pid: int, uid: int) -> dict[str, Any]:
         what, action = "a command that is none", ""
@@ -196,15 +242,27 @@ class ControlSocket:
             self._note(pid, uid, what, answer["text"])
         return answer
 
-    def _do(self, action: str, request: Request) -> dict[str, Any]:
+    def _do(self, name: str, request: Request) -> dict[str, Any]:
+        action = self._action(name)
         try:
-            said, result = self._action(action)(request)
+            with contextlib.nullcontext() if name == _ASKS else self._one_of_the_commands(request):
+                said, result = action(request)
         except CommandRefused:
             raise
         except Exception as error:  # noqa: BLE001 -- a bug of ours: the client gets a line, the log the traceback
-            _log.exception("control: %s failed; a bug of kvtiers", action)
+            _log.exception("control: %s failed; a bug of kvtiers", name)
             raise CommandRefused(f"{error_text(error)}; a bug of kvtiers") from None
         return {"text": said, "result": dict(result)}
+
+    @contextlib.contextmanager
+    def _one_of_the_commands(self, request: Request) -> Iterator[None]:
+        """Be one of those that wait for a step; CommandRefused if there are too many as long as the client waits."""
+        if not self._commands.acquire(timeout=request.seconds):
+            raise CommandRefused("too many commands wait for the engine's next step; nothing was changed")
+        try:
+            yield
+        finally:
+            self._commands.release()
 
     def _action(self, name: str) -> Action:
         if name not in self._actions:
@@ -226,56 +284,87 @@ class ControlSocket:
         )
 
 
+def running() -> list[str]:
+    """Return the names of all engines' sockets on this machine."""
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:  # noqa: PTH123 -- no file in a folder
+            names = {line.split()[-1].removeprefix("@") for line in table if f" @{SOCKET_PREFIX}" in line}
+    except OSError:
+        return []
+    return sorted(names)
+
+
+def process_of(name: str) -> str:
+    """Return the part of a socket's name that identifies its process."""
+    return name.rpartition("-")[0]
+
+
 def send_command(
     name: str, action: str, seconds: float, owner: int | None = None, **arguments: Any
 ) -> tuple[str, dict[str, Any]]:
-    """Send a command to the engine at this control socket; return a line for people and plain data.
+    """Send a command to the engine at this socket; return a line for people and plain data.
 
-    ``owner``: whose the socket must be, as the one who has named it may be another user.
+    ``owner``: whose the socket must be, as another process may have taken the name of one that has ended.
 
     CommandRefused, in one line, if the engine refuses, ends meanwhile, or does not answer within ``seconds``.
     """
-    command = {"action": action, "seconds": seconds, **arguments}
-    until = time.monotonic() + seconds + LATE_SECONDS + _READ_SECONDS
+    answer = send_to(name, action, seconds, seconds + LATE_SECONDS + _READ_SECONDS, owner, **arguments)[0]
+    result = answer.get("result")
+    return answer["text"], result if isinstance(result, dict) else {}
+
+
+def send_to(
+    name: str, action: str, seconds: float, most_seconds: float, owner: int | None = None, **arguments: Any
+) -> tuple[dict[str, Any], int]:
+    """Send a command; return the answer as it is, and the user id of the process that has given it.
+
+    As ``send_command``, but for ``most_seconds``, after which nothing is waited for any more.
+    """
+    until = time.monotonic() + most_seconds
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(max(_READ_SECONDS, seconds))
+        connection.settimeout(most_seconds)
         try:
             connection.connect(f"\0{name}")
             pid, uid = peer_credentials(connection)
             if os.geteuid() not in {0, uid} or owner not in {None, uid}:
-                raise CommandRefused(f"it is of user id {uid}; an engine takes commands of its own user and of root")
-            connection.sendall(_line(command))
-            answer = _read_line(connection, until)
+                raise CommandRefused(f"it is of user id {uid}; an engine answers only to its own user and to root")
+            connection.sendall(_line({"action": action, "seconds": seconds, **arguments}))
+            line = _read_line(connection, until, LARGEST_ANSWER)
+        except TimeoutError:
+            raise CommandRefused(_LATE) from None
         except OSError as error:
             raise CommandRefused(f"it does not answer: {error.strerror or error}") from None
-    return _read_answer(answer, pid)
+    return _read_answer(line, pid, is_late=time.monotonic() >= until), uid
 
 
-def _read_answer(line: bytes, pid: int) -> tuple[str, dict[str, Any]]:
+def _read_answer(line: bytes, pid: int, *, is_late: bool) -> dict[str, Any]:
     if not line.endswith(b"\n"):
+        if len(line) >= LARGEST_ANSWER:
+            raise CommandRefused(f"its answer has more than {LARGEST_ANSWER} bytes")
+        if is_late:
+            raise CommandRefused(_LATE)
         raise CommandRefused(f"process {pid} ended before it answered; whether it has done it is not certain")
     try:
         answer = json.loads(line)
+        if not isinstance(answer, dict) or answer.get("kvtiers_control") != CONTROL_FORMAT:
+            raise CommandRefused(_NO_ANSWER)
+        lines = str(answer.pop("text", "")).split("\n")
+        answer = _printable(answer)
     except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict) or answer.get("kvtiers_control") != CONTROL_FORMAT:
-        raise CommandRefused("what it says is no engine's answer")
+        raise CommandRefused(_NO_ANSWER) from None
     if "error" in answer:
-        raise CommandRefused(_printable(str(answer["error"])))
-    result = answer.get("result")
-    return "\n".join(map(_printable, str(answer.get("text", "")).split("\n"))), result if isinstance(
-        result, dict
-    ) else {}
+        raise CommandRefused(str(answer["error"]))
+    return {**answer, "text": "\n".join(map(_printable, lines))}
 
 
 def _read_command(connection: socket.socket) -> bytes:
     try:
-        line = _read_line(connection, time.monotonic() + _READ_SECONDS)
-        if len(line) >= _LONGEST_LINE and not line.endswith(b"\n"):
+        line = _read_line(connection, time.monotonic() + _READ_SECONDS, _LARGEST_COMMAND)
+        if len(line) >= _LARGEST_COMMAND and not line.endswith(b"\n"):
             # What is left unread when the socket is closed would cost the client the answer.
             with contextlib.suppress(TimeoutError):
                 until = time.monotonic() + _REST_SECONDS
-                while _read_line(connection, until) and time.monotonic() < until:
+                while _read_line(connection, until, _LARGEST_COMMAND) and time.monotonic() < until:
                     pass
     except TimeoutError:
         raise CommandRefused(f"no command has come within {_READ_SECONDS:g}s") from None
@@ -285,8 +374,10 @@ def _read_command(connection: socket.socket) -> bytes:
 def _parse(line: bytes) -> tuple[str, dict[str, Any], float]:
     """Return a command's action, arguments and seconds; CommandRefused if it is none."""
     if not line.endswith(b"\n"):
-        much = len(line) >= _LONGEST_LINE
-        raise CommandRefused(f"a command of more than {_LONGEST_LINE} bytes" if much else "a command without its end")
+        much = len(line) >= _LARGEST_COMMAND
+        raise CommandRefused(
+            f"a command of more than {_LARGEST_COMMAND} bytes" if much else "a command without its end"
+        )
     try:
         command = json.loads(line)
     except (ValueError, RecursionError):
@@ -304,18 +395,20 @@ def _parse(line: bytes) -> tuple[str, dict[str, Any], float]:
     return action, command, float(seconds)
 
 
-def _read_line(connection: socket.socket, until: float) -> bytes:
-    """Return what comes up to the end of a line, of the stream or of the time, at most one line."""
+def _read_line(connection: socket.socket, until: float, most: int) -> bytes:
+    """Return what comes up to the end of a line, of the stream or of the time, at most ``most`` bytes."""
     line = bytearray()
-    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+    while not line.endswith(b"\n") and len(line) < most:
         connection.settimeout(max(0.001, until - time.monotonic()))
         try:
-            data = connection.recv(_LONGEST_LINE - len(line))
+            data = connection.recv(min(most - len(line), _LARGEST_COMMAND))
         except ConnectionResetError:
             data = b""
-        if not data or time.monotonic() >= until:
+        if not data:
             break
         line += data
+        if time.monotonic() >= until:
+            break
     return bytes(line)
 
 
@@ -329,5 +422,10 @@ def _line(message: Mapping[str, Any]) -> bytes:
     return json.dumps({"kvtiers_control": CONTROL_FORMAT, **message}, default=str).encode() + b"\n"
 
 
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+def _printable(value: Any) -> Any:
+    """Return plain data with nothing in its texts that a terminal would act on."""
+    if isinstance(value, str):
+        return "".join(letter if letter.isprintable() else "?" for letter in value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(inner) for name, inner in value.items()}
+    return [_printable(inner) for inner in value] if isinstance(value, list) else value

@@ -45,7 +45,7 @@ class EngineActions:
     def _switch(self, request: Request) -> tuple[str, Mapping[str, Any]]:
         tier, to = request.text("tier"), request.text("to")
         request.end()
-        done = self.in_step(request, lambda: self._manager.operations.switch(tier, to))
+        done = self.in_step(request, lambda: self._manager.tier_commands.switch(tier, to))
         said = f"{tier}: {done['is']}, it was {done['was']}"
         if done["cancelled_chunks"]:
             said += f"; {done['cancelled_chunks']} chunks that it was to load are misses"
@@ -55,7 +55,7 @@ class EngineActions:
 
     def _drain(self, request: Request) -> tuple[str, Mapping[str, Any]]:
         request.end()
-        done = self.in_step(request, self._manager.operations.drain(), "its stores go on")
+        done = self.in_step(request, self._manager.chunk_commands.drain(), "its stores go on")
         said = f"drained: {done['stored_chunks']} chunks were stored meanwhile, {done['failed_chunks']} were not"
         if done["memory_only_chunks"]:
             said += f"; {done['memory_only_chunks']} wait in memory for 'admission: on_eviction'"
@@ -80,7 +80,7 @@ class EngineActions:
         if not self._manager.tenants.is_on:
             raise CommandRefused("this engine's config has no 'tenants', so no chunk is one's; nothing was changed")
         unfinished = "chunks that are in use stay until they are free; clear it again"
-        done = self.in_step(request, self._manager.operations.clear_tenant(tenant), unfinished)
+        done = self.in_step(request, self._manager.chunk_commands.clear_tenant(tenant), unfinished)
         text = "chunks of tenant {!r} forgotten; what the tiers hold stays: 'kvtiers store prune --tenant' removes it"
         return f"{done['cleared_chunks']} {text.format(tenant)}", done
 
@@ -90,7 +90,7 @@ class EngineActions:
         has = names[what]
         if has != wanted and not (what == "fingerprint" and len(wanted) >= _FEWEST_DIGITS and has.startswith(wanted)):
             raise CommandRefused(f"this engine's {what} is {has!r}, not {wanted!r}; nothing was changed")
-        return {**names, **self._manager.operations.clear()}
+        return {**names, **self._manager.chunk_commands.clear()}
 
     def in_step(
         self, request: Request, work: Callable[[], Mapping[str, Any] | None], unfinished: str = ""
@@ -120,7 +120,7 @@ class _WarmUpActions:
 
     def __init__(self, manager: TieringManager, in_step: Callable[..., Mapping[str, Any]]) -> None:
         self._manager = manager
-        self._operations = manager.operations
+        self._warm_ups = manager.warm_ups
         self._in_step = in_step
 
     def actions(self) -> dict[str, Action]:
@@ -132,7 +132,7 @@ class _WarmUpActions:
         tier = request.text("tier")
         limits = [request.number(name, default=None) for name in ("bytes_per_second", "most_bytes")]
         request.end()
-        done = dict(self._in_step(request, lambda: self._operations.warm_up(tier, *limits)))
+        done = dict(self._in_step(request, lambda: self._warm_ups.begin(tier, *limits)))
         done["tokens_per_chunk"] = list(self._manager.tokens_per_chunk)
         done["fingerprint"] = self._manager.fingerprint()
         return f"warm-up {done['id']} from {tier} has begun", done
@@ -143,16 +143,14 @@ class _WarmUpActions:
         runs = request.keys("prefixes")
         continues, is_last = request.flag("continues"), request.flag("last")
         request.end()
-        done = self._in_step(
-            request, lambda: self._operations.warm_up_keys(number, runs, continues=continues, is_last=is_last)
-        )
+        done = self._in_step(request, lambda: self._warm_ups.give(number, runs, continues=continues, is_last=is_last))
         return f"warm-up {number}: {_so_far(done)}", done
 
     def end(self, request: Request) -> tuple[str, Mapping[str, Any]]:
         """Stop a warm-up, if it is not over, and return what has come of it."""
         number = request.whole("id")
         request.end()
-        done = self._in_step(request, lambda: self._operations.warm_up_end(number))
+        done = self._in_step(request, lambda: self._warm_ups.end(number))
         return f"warm-up {number}: {_so_far(done)}; {done['ended']}", done
 
 

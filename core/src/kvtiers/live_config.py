@@ -49,7 +49,8 @@ class LiveEngine:
         options: Callable[[OffloadConfig], TieringOptions],
     ) -> None:
         self._config = config
-        self._operations = manager.operations
+        self._tier_commands = manager.tier_commands
+        self._set_bounds = manager.set_bounds
         self._add_event_tier = manager.add_event_tier
         self._tiers = tiers
         self._options = options
@@ -80,7 +81,7 @@ class LiveEngine:
                     self._apply(change)
                 if bounds is not None:
                     self._config = bounds
-                    self._operations.set_bounds(self._options(bounds))
+                    self._set_bounds(self._options(bounds))
                 return {"applied": applied, "refused": refused, "config": config.source}
 
             return in_step(apply)
@@ -96,7 +97,7 @@ class LiveEngine:
                 nonlocal was_added
                 was_added = True
                 self._tiers.add(slot)
-                self._operations.add(slot, place)
+                self._tier_commands.add(slot, place)
                 self._add_event_tier(config)
                 self._configs[name] = config
                 return {}
@@ -120,7 +121,7 @@ class LiveEngine:
                 raise CommandRefused(f"{name}: it shares the host {host!r} with {', '.join(others)}: it stays")
 
             def remove() -> dict[str, Any] | None:
-                if self._operations.remove(name) is None:
+                if self._tier_commands.remove(name) is None:
                     return None
                 self._tiers.take_out(name)
                 del self._configs[name]
@@ -175,7 +176,7 @@ class LiveEngine:
         return slot, sum(other in before for other in self._configs), tier
 
     def _store_tier(self, name: str) -> ChunkStoreTier:
-        return self._of_a_store(name, self._operations.slot(name).tier)
+        return self._of_a_store(name, self._tier_commands.slot(name).tier)
 
     @staticmethod
     def _of_a_store(name: str, tier: Any) -> ChunkStoreTier:
@@ -201,7 +202,7 @@ class LiveEngine:
         """Use a tier's changed config; engine's thread."""
         config = change.config
         name, limit = config.tier_name, config.rate_limit
-        slot, tier = self._operations.slot(name), self._store_tier(name)
+        slot, tier = self._tier_commands.slot(name), self._store_tier(name)
         tier.set_limits(change.limits)
         tier.set_waits(config.exists_ttl, config.store_queue)
         slot.read_only_by_config = config.read_only
@@ -238,8 +239,8 @@ class LiveEngine:
         if type(old) is not type(new):
             yield f"secondary.{name}.type", again
             return
-        opened_read_only = self._operations.slot(name).options.read_only
-        is_store = isinstance(self._operations.slot(name).tier, ChunkStoreTier)
+        opened_read_only = self._tier_commands.slot(name).options.read_only
+        is_store = isinstance(self._tier_commands.slot(name).tier, ChunkStoreTier)
         for option, _, _ in _differences(old, new):
             can = is_store and may_change(TierConfig, option) and not (option == "read_only" and opened_read_only)
             yield f"secondary.{name}.{option}", "" if can else again

@@ -58,11 +58,11 @@ class Engine:
         return {"stored": self.manager.stats()["tiers"]["redis"]["stored_chunks"]}
 
     def warm(self, keys, rate):
-        operations = self.manager.operations
-        number = operations.warm_up("redis", rate, None)["id"]
-        operations.warm_up_keys(number, [keys], continues=False, is_last=True)
-        self.step_until(lambda: operations.warm_up_keys(number, [], continues=False, is_last=False)["ended"])
-        done = operations.warm_up_end(number)
+        warm_ups = self.manager.warm_ups
+        number = warm_ups.begin("redis", rate, None)["id"]
+        warm_ups.give(number, [keys], continues=False, is_last=True)
+        self.step_until(lambda: warm_ups.give(number, [], continues=False, is_last=False)["ended"])
+        done = warm_ups.end(number)
         ctx = RequestContext("check")
         self.manager.on_new_request(ctx)
         plan = self.manager.prepare_load(keys, ctx)

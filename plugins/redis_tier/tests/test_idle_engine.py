@@ -7,25 +7,25 @@ import pytest
 from redis_servers import Server, wait_until
 from tests.integration.hosts.harness import Engine, keys
 
-from kvtiers.status import StatusSocket
+from kvtiers.control import ControlSocket
 
 BREAKER = {"failures": 2, "delay": "200ms", "max_delay": "1s"}
 
 
 @pytest.fixture
 def engine():
-    """Return a function that opens an engine with a tier at this URL; its status socket looks after the tiers."""
+    """Return a function that opens an engine with a tier at this URL; its control socket looks after the tiers."""
     opened = []
 
     def open_engine(url):
         tier = {"type": "redis", "url": url, "processes": 1, "deadline": "60s", "breaker": BREAKER}
         engine = Engine(tier, lookup_wait="20ms")
-        opened.append((engine, StatusSocket(dict, tend=engine.manager.tend)))
+        opened.append((engine, ControlSocket({}, tend=engine.manager.tend)))
         return engine
 
     yield open_engine
-    for engine, status in opened:
-        status.close()
+    for engine, control in opened:
+        control.close()
         engine.close()
 
 

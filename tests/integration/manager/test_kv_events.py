@@ -93,7 +93,7 @@ def test_a_chunk_s_whole_life_is_published_with_medium_locality_and_tier(start, 
 def test_a_clear_and_other_weights_are_published(start, published, keys):
     engine = start(memory(), events=EVENTS)
     engine.store(keys(2))
-    engine.manager.commands.post(command := Command(engine.manager.operations.clear))
+    engine.manager.commands.post(command := Command(engine.manager.chunk_commands.clear))
     engine.step_until(lambda: not engine.manager.commands.waiting)
     assert command.answer(0) == {"cleared_chunks": 2}
     engine.manager.set_weights_version("w2")

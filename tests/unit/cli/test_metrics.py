@@ -16,12 +16,16 @@ from kvtiers.cli.metrics import figures_of
 from kvtiers.metrics import EngineMetrics, TierMetrics
 from kvtiers.status import Troubles, answer_status
 
-NAME = "kvtiers-status-7-c0ffee-0"
+NAME = "kvtiers-control-7-c0ffee-0"
 
 
 def stats(**tiers):
     found = {name: figures.as_data() | {"own": {"open": 1, "used bytes": 9}} for name, figures in tiers.items()}
     return {"engine": EngineMetrics(steps=7).as_data(), "primary": {"rows": 16}, "tiers": found}
+
+
+def about(_, figures):
+    return {"off": "", "shared": True, "tokens": 0}
 
 
 @pytest.fixture
@@ -30,8 +34,8 @@ def engine():
     sockets = []
 
     def engine(counted):
-        sockets.append(answer_status("engine", "some-org/model", Troubles([]), dict, stats=lambda: counted))
-        return sockets[-1].name.removeprefix("kvtiers-status-")
+        sockets.append(answer_status("engine", "some-org/model", Troubles([]), lambda: counted, about))
+        return sockets[-1].name.removeprefix("kvtiers-control-")
 
     yield engine
     for one in sockets:

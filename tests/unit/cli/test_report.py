@@ -165,7 +165,7 @@ def test_engines_that_do_not_answer_are_waited_for_side_by_side(report):
     with contextlib.ExitStack() as closing:
         for number in range(12):
             hangs = closing.enter_context(socket.socket(socket.AF_UNIX))
-            hangs.bind(f"\0kvtiers-status-{os.getpid()}-{number}-0")
+            hangs.bind(f"\0kvtiers-control-{os.getpid()}-{number}-0")
             hangs.listen()
         began = time.monotonic()
         text = report(answer="n\n").output

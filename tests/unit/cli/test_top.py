@@ -99,9 +99,8 @@ def test_an_engine_that_has_just_come_a_tier_that_is_gone_and_an_older_release_a
 def engine():
     """An engine's answer, with a model of its own name."""
     figures = TierMetrics().as_data() | {"own": {"open": 1}, "off": "", "shared": True, "tokens": 0, "hits": 5}
-    served = answer_status(
-        "vLLM 0.32.0", f"top-{os.getpid()}", Troubles(["fs"]), lambda: {"fs": figures}, engine_figures=lambda: FIGURES
-    )
+    counted = {"engine": FIGURES, "primary": {}, "tiers": {"fs": figures}}
+    served = answer_status("vLLM 0.32.0", f"top-{os.getpid()}", Troubles(["fs"]), lambda: counted)
     yield f"top-{os.getpid()}"
     served.close()
 

@@ -17,13 +17,17 @@ from kvtiers import ModelIdentity, open_client
 from kvtiers.api.keys import with_tenant
 from kvtiers.cli.main import cli
 from kvtiers.cli.warm import _batches, _listed, _of_fingerprint
-from kvtiers.control import CommandRefused, ControlSocket
+from kvtiers.control import CommandRefused
 from kvtiers.control_actions import EngineActions
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.status import Troubles, answer_status
 from kvtiers_replay.trace import read_trace
 
 KEYS = chain("a", 20)
+
+
+def about(_, figures):
+    return {"off": "", "shared": True, "tokens": 0}
 
 
 @pytest.fixture
@@ -38,15 +42,16 @@ def engine():
 
     thread = threading.Thread(target=steps)
     thread.start()
-    control = ControlSocket(EngineActions(bench.manager, "m").actions())
-    answering = answer_status("test", "m", Troubles([]), dict, control=control)
+    control = answer_status(
+        "test", "m", Troubles([]), bench.manager.stats, about, actions=EngineActions(bench.manager, "m").actions()
+    )
 
     def run(*arguments, engine=None):
         words = [*arguments, "--engine", engine or os.getpid()]
         return CliRunner().invoke(cli, ["warm", *map(str, words)])
 
     yield SimpleNamespace(bench=bench, run=run, control=control)
-    answering.close()
+    control.close()
     over.set()
     thread.join(60)
 

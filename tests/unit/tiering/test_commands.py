@@ -25,7 +25,7 @@ def do(bench, work):
 
 
 def switch(bench, to, name="a"):
-    return do(bench, partial(bench.manager.operations.switch, name, to))
+    return do(bench, partial(bench.manager.tier_commands.switch, name, to))
 
 
 # -- off and on
@@ -74,7 +74,7 @@ def test_what_was_reserved_in_the_same_step_is_a_miss_and_no_row_is_lost():
     ctx, other = bench.request(), bench.request()
     bench.lookup(KEYS, ctx)
     bench.lookup(KEYS, other)
-    bench.manager.commands.post(Command(partial(bench.manager.operations.switch, "a", "off")))
+    bench.manager.commands.post(Command(partial(bench.manager.tier_commands.switch, "a", "off")))
     bench.manager.look_again()
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
     bench.manager.on_request_finished(other)
@@ -134,7 +134,7 @@ def test_what_a_tenants_clear_forgets_is_looked_at_again_for_its_tier_when_it_co
     (admission,) = bench.manager._cascades._chosen.values()
     bench.store(keys)
     admission.sent(keys, written=False)
-    command = Command(bench.manager.operations.clear_tenant("blue"))
+    command = Command(bench.manager.chunk_commands.clear_tenant("blue"))
     bench.manager.commands.post(command)
     bench.settle()
     assert command.answer(0.0)["cleared_chunks"] == len(keys)
@@ -145,7 +145,7 @@ def test_what_a_tenants_clear_forgets_is_looked_at_again_for_its_tier_when_it_co
 def test_a_drain_ends_when_the_stores_of_its_begin_have_ended_though_later_ones_have_not():
     bench = Bench(hold=True)
     plan = bench.begin_store(KEYS[:2])
-    command = Command(bench.manager.operations.drain())
+    command = Command(bench.manager.chunk_commands.drain())
     bench.manager.commands.post(command)
     bench.step()
     bench.manager.complete_store(plan)
@@ -167,7 +167,7 @@ def test_a_drain_ends_when_the_stores_of_its_begin_have_ended_though_later_ones_
 def test_a_drain_ends_though_a_tier_never_releases_a_store_that_has_failed(fails):
     bench = Bench(hold=True)
     bench.manager.complete_store(bench.begin_store(KEYS[:2]))
-    command = Command(bench.manager.operations.drain())
+    command = Command(bench.manager.chunk_commands.drain())
     bench.manager.commands.post(command)
     bench.step()
     if fails == "is late":
@@ -184,7 +184,7 @@ def test_a_drain_ends_though_a_tier_never_releases_a_store_that_has_failed(fails
 def test_a_drain_says_what_waits_in_memory_for_its_eviction():
     bench = Bench(tiers={"a": {"admission": "on_eviction"}})
     bench.store(KEYS)
-    assert do(bench, bench.manager.operations.drain())["memory_only_chunks"] == 4
+    assert do(bench, bench.manager.chunk_commands.drain())["memory_only_chunks"] == 4
 
 
 def test_a_tenants_clear_forgets_its_chunks_alone_and_those_in_use_when_that_has_ended():
@@ -196,7 +196,7 @@ def test_a_tenants_clear_forgets_its_chunks_alone_and_those_in_use_when_that_has
     bench.settle()
     ctx = bench.request()
     plan = bench.manager.prepare_load(blue[:1], ctx)
-    command = Command(bench.manager.operations.clear_tenant("blue"))
+    command = Command(bench.manager.chunk_commands.clear_tenant("blue"))
     bench.manager.commands.post(command)
     for _ in range(3):
         bench.step()
@@ -216,7 +216,7 @@ def test_a_tenants_clear_forgets_its_chunks_alone_and_those_in_use_when_that_has
 def test_a_clear_forgets_what_is_resident_and_the_tiers_keep_theirs():
     bench = Bench()
     bench.store(KEYS)
-    assert do(bench, bench.manager.operations.clear) == {"cleared_chunks": 4}
+    assert do(bench, bench.manager.chunk_commands.clear) == {"cleared_chunks": 4}
     assert bench.unused_rows() == bench.rows
     assert all(bench.tier["a"].has(KEYS))
 
@@ -228,7 +228,7 @@ def attach(bench, name, place, **options):
     tier = FaultyTier(bench.view)
     slot = TierSlot(len(bench.slots), tier, TierOptions(name, **options))
     bench.slots.append(slot)
-    do(bench, lambda: bench.manager.operations.add(slot, place) or {})
+    do(bench, lambda: bench.manager.tier_commands.add(slot, place) or {})
     return tier
 
 
@@ -267,7 +267,7 @@ def test_what_a_detached_tier_has_looked_at_decides_no_eviction_any_more():
         attach(bench, name, 1, admission="expected-reuse")
         if name == "c":
             do(bench, partial(_remove, bench, "b"))
-    chosen = list(bench.manager.operations._parts.cascades._chosen.values())
+    chosen = list(bench.manager.tier_commands._cascades._chosen.values())
     assert [len(chosen), len(seen)] == [2, 1]
     assert seen[0] is chosen[0].looked_at
     for name in "cd":
@@ -277,7 +277,7 @@ def test_what_a_detached_tier_has_looked_at_decides_no_eviction_any_more():
 
 
 def _remove(bench, name):
-    return bench.manager.operations.remove(name) and {}
+    return bench.manager.tier_commands.remove(name) and {}
 
 
 def test_a_tier_that_is_off_makes_no_other_look_at_what_leaves_in_each_step():
@@ -301,7 +301,7 @@ def test_a_tier_is_detached_when_nothing_of_it_is_in_flight_any_more():
     plan = bench.begin_store(chain("b", 2))
     bench.manager.complete_store(plan)
     bench.step()
-    command = Command(lambda: bench.manager.operations.remove("a") and {})
+    command = Command(lambda: bench.manager.tier_commands.remove("a") and {})
     bench.manager.commands.post(command)
     bench.step()
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
@@ -323,7 +323,7 @@ def test_a_tier_is_detached_when_nothing_of_it_is_in_flight_any_more():
 
 def test_a_command_that_was_withdrawn_is_never_done():
     bench = Bench()
-    command = Command(partial(bench.manager.operations.switch, "a", "off"))
+    command = Command(partial(bench.manager.tier_commands.switch, "a", "off"))
     bench.manager.commands.post(command)
     assert command.withdraw()
     bench.step()

@@ -359,11 +359,11 @@ class ManagerAgainstModel(RuleBasedStateMachine):
     @rule(tier=tiers, to=st.sampled_from(["on", "off", "read-only"]))
     def switch(self, tier, to):
         name = self.bench.slots[tier].name
-        self.command(partial(self.manager.operations.switch, name, to))
+        self.command(partial(self.manager.tier_commands.switch, name, to))
 
     @rule(what=st.sampled_from(["drain", "clear"]))
     def drain_or_clear(self, what):
-        self.command(self.manager.operations.drain() if what == "drain" else self.manager.operations.clear)
+        self.command(self.manager.chunk_commands.drain() if what == "drain" else self.manager.chunk_commands.clear)
 
     def command(self, work):
         """Done by one of the next steps, also by one that is in the midst of lookups."""

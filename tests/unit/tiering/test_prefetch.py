@@ -15,19 +15,19 @@ KEYS = chain("a", 8)
 
 def warm(bench, keys=KEYS, *, tier="a", rate=None, most=None, last=True):
     """Begin a warm-up and give it these keys; return its number."""
-    operations = bench.manager.operations
-    number = do(bench, partial(operations.warm_up, tier, rate, most))["id"]
-    done = do(bench, partial(operations.warm_up_keys, number, [keys], continues=False, is_last=last))
+    warm_ups = bench.manager.warm_ups
+    number = do(bench, partial(warm_ups.begin, tier, rate, most))["id"]
+    done = do(bench, partial(warm_ups.give, number, [keys], continues=False, is_last=last))
     assert done["taken"] == len(keys)
     return number
 
 
 def look(bench, number):
-    return do(bench, partial(bench.manager.operations.warm_up_keys, number, [], continues=False, is_last=False))
+    return do(bench, partial(bench.manager.warm_ups.give, number, [], continues=False, is_last=False))
 
 
 def end(bench, number):
-    return do(bench, partial(bench.manager.operations.warm_up_end, number))
+    return do(bench, partial(bench.manager.warm_ups.end, number))
 
 
 def run(bench, number, most=200):
@@ -178,7 +178,7 @@ def test_whatever_happens_meanwhile_a_warm_up_ends_and_no_row_is_lost(what):
     for _ in range(5):
         bench.step(0.001)
     if what == "off":
-        do(bench, partial(bench.manager.operations.switch, "a", "off"))
+        do(bench, partial(bench.manager.tier_commands.switch, "a", "off"))
     elif what == "weights":
         bench.manager.set_weights_version("other")
     elif what == "reset":
@@ -210,7 +210,7 @@ def test_an_unknown_tier_and_one_that_is_off_are_refused():
     bench = Bench()
     with pytest.raises(CommandRefused, match="there is no tier 'b'; this engine has a"):
         warm(bench, tier="b")
-    do(bench, partial(bench.manager.operations.switch, "a", "off"))
+    do(bench, partial(bench.manager.tier_commands.switch, "a", "off"))
     with pytest.raises(CommandRefused, match="a: it is switched off"):
         warm(bench)
 
@@ -306,7 +306,7 @@ def test_what_was_found_in_a_tier_that_is_switched_off_is_asked_of_the_others():
         bench.step(0.001)
     assert bench.manager._prefetches.all[0].found, "more than is in flight"
     loads = len(bench.tier["b"].loads)
-    do(bench, partial(bench.manager.operations.switch, "b", "off"))
+    do(bench, partial(bench.manager.tier_commands.switch, "b", "off"))
     bench.tier["b"].end_all()
     bench.tier["a"].put(keys)
     bench.tier["a"].hold = False

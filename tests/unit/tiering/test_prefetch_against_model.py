@@ -40,23 +40,23 @@ class ManagerWithPrefetches(ManagerAgainstModel):
 
     @rule(tier=st.sampled_from("xy"), piece=pieces, most=st.sampled_from([None, 32.0]))
     def warm_up(self, tier, piece, most):
-        operations = self.manager.operations
+        warm_ups = self.manager.warm_ups
         if (
-            not operations.slot(tier).retired
-            and not operations.slot(tier).metrics.switched_off
+            not self.manager.tier_commands.slot(tier).retired
+            and not self.manager.tier_commands.slot(tier).metrics.switched_off
             and len(self.numbers) < 3
         ):
             document, first, count = piece
-            number = operations.warm_up(tier, 1e6, most)["id"]
+            number = warm_ups.begin(tier, 1e6, most)["id"]
             runs = [each[document][first : first + count] for each in (DOCUMENTS, WINDOWS)]
-            operations.warm_up_keys(number, runs, continues=False, is_last=True)
+            warm_ups.give(number, runs, continues=False, is_last=True)
             self.numbers.append(number)
 
     @rule()
     def end_warm_ups(self):
         for number in self.numbers:
             if self.manager._prefetches.find(number) is not None:
-                self.manager.operations.warm_up_end(number)
+                self.manager.warm_ups.end(number)
         self.numbers.clear()
 
     @rule(piece=pieces, hints=st.sampled_from([{"ttl": 1}, {"ttl": "1h", "priority": "high"}, {"priority": "low"}]))

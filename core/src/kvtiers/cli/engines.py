@@ -1,4 +1,4 @@
-"""The running engines of this machine, as their status sockets answer; for the commands to and about them."""
+"""The running engines of this machine, as their control sockets answer; for the commands to and about them."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from kvtiers.control import CommandRefused
-from kvtiers.status import ask_engine, process_of, running
+from kvtiers.control import CommandRefused, process_of, running
+from kvtiers.status import ask_engine
 
 __all__ = ["NO_COMMANDS", "ask_all", "engines", "meant"]
 
@@ -17,7 +17,7 @@ NO_COMMANDS = "takes no commands: it has its tiers under vLLM's own tiering, or 
 
 
 def ask_all() -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield each status socket, what it answers, and why it does not, "" if it does; side by side, as one may hang."""
+    """Yield each control socket, what it answers, and why it does not, "" if it does; side by side, as one may hang."""
     names = running()
     if names:
         with ThreadPoolExecutor(min(len(names), _AT_ONCE)) as pool:
@@ -27,8 +27,8 @@ def ask_all() -> Iterator[tuple[str, dict[str, Any], str]]:
 def _asked(name: str) -> tuple[str, dict[str, Any], str]:
     try:
         return name, ask_engine(name), ""
-    except (OSError, ValueError) as error:
-        return name, {}, str(error) or type(error).__name__
+    except CommandRefused as refusal:
+        return name, {}, str(refusal)
 
 
 def engines(*, quiet: bool = False) -> list[dict[str, Any]]:

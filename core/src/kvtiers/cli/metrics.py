@@ -1,8 +1,8 @@
 """``kvtiers metrics``: the figures of all engines on this machine as one page for Prometheus, printed or served.
 
-For engines that have no such page, as a replay. It reads the status sockets, so an engine makes and serves nothing:
-its thread for them answers with plain data, and the page is made here. Any user may have a socket of such a name, and
-root asks them all: so a figure is taken only under a name that core has, and with a value of the metric's type.
+For engines that have no such page, as a replay. It asks the control sockets for their status, so an engine makes and
+serves no page: a thread of its socket answers with plain data. Any user may have a socket of such a name, and root
+asks them all: so a figure is taken only under a name that core has, and with a value of the metric's type.
 """
 
 import math
@@ -14,12 +14,12 @@ from typing import Any
 import click
 
 from kvtiers.api import KvtiersError
+from kvtiers.control import SOCKET_PREFIX, CommandRefused, process_of, running
 from kvtiers.metrics import Found, Histogram, described, families
-from kvtiers.status import ask_engine, process_of, running
+from kvtiers.status import ask_engine
 
 __all__ = ["OF_THE_PAGE", "figures_of", "metrics"]
 
-_PREFIX = "kvtiers-status-"
 _AT_ONCE = 8  # engines that are asked: one that hangs takes the time of its own answer
 _MOST_OWN = 256  # figures of a tier's own store
 OF_THE_PAGE = {
@@ -83,7 +83,7 @@ class _Engines:
     """The collector of all engines that answer, or of those of one process."""
 
     def __init__(self, pid: int | None) -> None:
-        self._start = _PREFIX if pid is None else f"{_PREFIX}{pid}-"
+        self._start = SOCKET_PREFIX if pid is None else f"{SOCKET_PREFIX}{pid}-"
 
     def collect(self) -> Iterator[Any]:
         """Yield the families of all their figures, and how many gave no answer."""
@@ -104,12 +104,12 @@ class _Engines:
 def _answer(name: str) -> dict[str, Any] | None:
     try:
         return ask_engine(name)
-    except (OSError, ValueError):
+    except CommandRefused:
         return None
 
 
 def figures_of(name: str, answer: Mapping[str, Any]) -> list[Found]:
-    """Return what an engine counts, by the answer of its status socket; nothing of one that says it in another form.
+    """Return what an engine counts, by its answer to ``status``; nothing of one that says it in another form.
 
     An engine whose tiers have a socket each, as under vLLM's own tiering, is one engine.
     """
@@ -128,7 +128,7 @@ def figures_of(name: str, answer: Mapping[str, Any]) -> list[Found]:
     if _is_what_if(stats.get("what_if")):
         good["what_if"] = stats["what_if"]
     number = name if engine else process_of(name)
-    return [({"engine": number.removeprefix(_PREFIX), "model": answer["model"]}, good)]
+    return [({"engine": number.removeprefix(SOCKET_PREFIX), "model": answer["model"]}, good)]
 
 
 def _good(part: str, figures: Mapping[str, Any]) -> dict[str, Any]:

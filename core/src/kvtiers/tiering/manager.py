@@ -28,7 +28,7 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.command_queue import Command, CommandQueue
-from kvtiers.tiering.commands import Operations, Parts
+from kvtiers.tiering.commands import ChunkCommands, TierCommands, WarmUpCommands
 from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
@@ -150,7 +150,7 @@ class TieringManager:
         prices = LoadPrices(self._waits.cost, prefix_group, tokens_per_chunk[prefix_group])
         self._prices = prices
         self._jobs = tracing.jobs(primary, self._slots, self._provenance, options, clock, prices)
-        budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
+        self._budget = budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics, clock)
         self._promotions = Promotions(primary, self._jobs, budget, self._provenance, options, self._cascades)
         self._lookups = tracing.lookups(
@@ -164,7 +164,10 @@ class TieringManager:
         self._commanded = self.commands.waiting  # at hand: each step looks at it
         self.live: LiveSide | None = None
         """Of an engine with a config."""
-        self.operations = self._operations_with(budget)
+        jobs, provenance, cascades = self._jobs, self._provenance, self._cascades
+        self.tier_commands = TierCommands(self._slots, jobs, self._promotions, provenance, cascades, primary.row_stride)
+        self.chunk_commands = ChunkCommands(primary, self._slots, jobs, self._plans, provenance, cascades, self._reset)
+        self.warm_ups = WarmUpCommands(self.tier_commands, self._prefetches, primary.row_stride)
         self._events = EventLog()
         self._look_at = -math.inf
         self._tended = -1
@@ -185,23 +188,6 @@ class TieringManager:
             options,
             self._metrics,
             self._clock,
-        )
-
-    def _operations_with(self, budget: PinBudget) -> Operations:
-        return Operations(
-            Parts(
-                self._primary,
-                self._slots,
-                self._jobs,
-                self._plans,
-                self._promotions,
-                self._prefetches,
-                self._cascades,
-                self._provenance,
-                self._waits,
-                budget,
-                self._reset,
-            )
         )
 
     # -- requests
@@ -532,6 +518,13 @@ class TieringManager:
         """Forget all chunks at once, without waiting: what is in flight ends in quarantine. Tiers keep their values."""
         if not self._closed:
             self._reset()
+
+    def set_bounds(self, options: TieringOptions) -> None:
+        """Use other bounds of waits and of rows from now on."""
+        self._waits.set_options(options)
+        self._budget.set_shares(self._primary.num_rows, options.all_tiers, options.one_tier)
+        self._promotions.set_store_reserve(options.store_reserve)
+        self._prefetches.set_store_reserve(options.store_reserve)
 
     @_timed
     def set_weights_version(self, version: str) -> None:

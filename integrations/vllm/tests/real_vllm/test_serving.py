@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.control import send_command
+from kvtiers.control import running, send_command
 from kvtiers.plugins import load_tier
-from kvtiers.status import ask_engine, running
+from kvtiers.status import ask_engine
 
 from .conftest import CHUNKS, PROMPTS, WHOLE
 from .engines import BLOCK, PATIENCE, environment, family, shared_memory, transfer_config, wait_until

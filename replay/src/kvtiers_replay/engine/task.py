@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import kvtiers
 from kvtiers.config import OffloadConfig
-from kvtiers.control import ControlSocket
 from kvtiers.control_actions import EngineActions
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler import OffloadScheduler, SchedulerOptions
-from kvtiers.status import Troubles, answer_status, figures_of_engine
+from kvtiers.status import Troubles, answer_status
 from kvtiers.tiering.manager import TieringManager
 from kvtiers_replay.engine.block_pool import BlockPool
 from kvtiers_replay.engine.engine import EngineOptions, Interrupted, ReplayEngine
@@ -137,20 +137,15 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         yield
         return
 
-    def figures() -> dict[str, dict[str, Any]]:
-        return {name: _for_status(task, tier) for name, tier in manager.stats()["tiers"].items()}
-
     answering = answer_status(
         f"kvtiers replay {kvtiers.__version__}",
         task.layout.model.name,
         troubles,
-        figures,
-        engine_figures=lambda: figures_of_engine(manager.stats()),
-        stats=manager.stats,
+        manager.stats,
+        partial(_about_tier, task),
         namespace=task.config.namespace,
         fingerprint=manager.fingerprint,
-        what_if=lambda: manager.stats().get("what_if", {}),
-        control=ControlSocket(EngineActions(manager, task.layout.model.name).actions()),
+        actions=EngineActions(manager, task.layout.model.name).actions(),
         tend=manager.tend,
     )
     try:
@@ -159,11 +154,11 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         answering.close()
 
 
-def _for_status(task: EngineTask, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tier's figures with those that ``kvtiers status`` adds: its keys are the same in every replay."""
+def _about_tier(task: EngineTask, _: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``kvtiers status`` adds to a tier's figures: its keys are the same in every replay."""
     tokens = figures["prefix_hits"] * task.layout.tokens_per_chunk(task.layout.prefix_group)
     saved = tokens / task.options.prefill_speed - figures["load_seconds"]
-    return {**figures, "tokens": tokens, "saved_seconds": saved, "off": "", "shared": True}
+    return {"tokens": tokens, "saved_seconds": saved, "off": "", "shared": True}
 
 
 @contextlib.contextmanager

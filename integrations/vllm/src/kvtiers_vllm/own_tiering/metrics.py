@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtiers.metrics import TIER_HELP, TierMetrics
-from kvtiers.status import StatusSocket, Troubles, answer_status
+from kvtiers.control import ControlSocket
+from kvtiers.metrics import TIER_HELP
+from kvtiers.status import Troubles, answer_status
 from kvtiers_vllm.plugin_figures import OTHERS, Types, plugin_gauges, plugin_values
 
 if TYPE_CHECKING:
@@ -135,34 +136,33 @@ class TierFigures:
         yield from plugin_values(own, _KNOWN, self.types)
 
 
-def open_status(opened: "OpenedTier", troubles: Troubles, engine: str) -> StatusSocket:
-    """Answer ``kvtiers status`` about a tier from now on."""
+def open_status(opened: "OpenedTier", troubles: Troubles, engine: str) -> ControlSocket:
+    """Answer ``kvtiers status`` about a tier from now on. The primary and the engine are vLLM's."""
+    driver = opened.driver
+
+    def about(_: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "off": opened.off,
+            "shared": opened.shared,
+            "hits": figures["loaded_chunks"],
+            "tokens": driver.loaded_tokens,
+            "left_out_requests": driver.left_out_requests,
+        }
+
+    def stats() -> dict[str, Any]:
+        return {
+            "engine": {},
+            "primary": {},
+            "tiers": {opened.name: driver.metrics.as_data() | {"own": driver.own_stats()}},
+        }
+
     return answer_status(
         engine,
         opened.model,
         troubles,
-        lambda: {opened.name: _figures_of(opened)},
+        stats,
+        about,
         namespace=opened.namespace,
         fingerprint=lambda: opened.fingerprint,
-        stats=lambda: {"engine": {}, "primary": {}, "tiers": {opened.name: _counted_of(opened)}},
-        tend=opened.driver.tend,
+        tend=driver.tend,
     )
-
-
-def _counted_of(opened: "OpenedTier") -> dict[str, Any]:
-    """Return a tier's figures as a manager counts them; the primary and the engine are vLLM's."""
-    return opened.driver.metrics.as_data() | {"own": opened.driver.own_stats()}
-
-
-def _figures_of(opened: "OpenedTier") -> dict[str, Any]:
-    """Return a tier's current figures. They are not of one moment: the engine's thread counts while they are read."""
-    driver = opened.driver
-    counted = {name: getattr(driver.metrics, name) for name in TierMetrics.__slots__}
-    return counted | {
-        "off": opened.off,
-        "shared": opened.shared,
-        "hits": driver.metrics.loaded_chunks,
-        "tokens": driver.loaded_tokens,
-        "left_out_requests": driver.left_out_requests,
-        "own": driver.own_stats(),
-    }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtiers.control import ControlSocket
+from kvtiers.control import Action, ControlSocket
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.metrics import (
     BUDGET_FIGURES,
@@ -21,7 +21,7 @@ from kvtiers.metrics import (
     help_texts,
     what_if_figures,
 )
-from kvtiers.status import StatusSocket, Troubles, answer_status, figures_of_engine
+from kvtiers.status import Troubles, answer_status
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, described, tier_definitions
 from kvtiers_vllm.plugin_figures import Types, plugin_values
 
@@ -136,32 +136,22 @@ def open_stack_status(
     engine: str,
     namespace: str = "",
     fingerprint: Callable[[], str] = lambda: "",
-    control: ControlSocket | None = None,
+    actions: Mapping[str, Action] | None = None,
     tend: Callable[[], None] = lambda: None,
-) -> StatusSocket:
-    """Answer questions about the stack's tiers from now on.
+) -> ControlSocket:
+    """Answer the engine's operator from now on. ``actions``: besides ``status``; ``tend``: the manager's."""
 
-    ``control``: closed with the answer. ``tend``: the manager's, called about once a second.
-    """
-
-    def figures() -> dict[str, dict[str, Any]]:
-        return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
+    def about(_: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+        return {"tokens": facts.tokens(figures), "off": "", "shared": facts.shared}
 
     return answer_status(
         engine,
         facts.layout.model.name,
         troubles,
-        figures,
+        facts.stats,
+        about,
         namespace=namespace,
         fingerprint=fingerprint,
-        what_if=lambda: facts.stats().get("what_if", {}),
-        control=control,
-        engine_figures=lambda: figures_of_engine(facts.stats()),
-        stats=facts.stats,
-        events=lambda: facts.stats().get("events", {}),
+        actions=actions,
         tend=tend,
     )
-
-
-def _with_facts(facts: StackFacts, figures: Mapping[str, Any]) -> dict[str, Any]:
-    return {**figures, "tokens": facts.tokens(figures), "off": "", "shared": facts.shared}

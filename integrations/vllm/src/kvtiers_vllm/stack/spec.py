@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from vllm import __version__ as vllm_version
 
 from kvtiers.api import StartError
-from kvtiers.control import ControlSocket
 from kvtiers.control_actions import EngineActions
 from kvtiers.kv_events.naming import EventNaming
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
@@ -140,9 +139,9 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         facts = StackFacts(manager.stats, layout, shared, noted_tier_types(self.extra_config))
         engine = f"vLLM {vllm_version}"
         manager.commands.wake = core.wake
-        control = ControlSocket(EngineActions(manager, layout.model.name).actions())
+        actions = EngineActions(manager, layout.model.name).actions()
         status = open_stack_status(
-            facts, troubles, engine, self._config.namespace, manager.fingerprint, control, manager.tend
+            facts, troubles, engine, self._config.namespace, manager.fingerprint, actions, manager.tend
         )
         digests, release = AdapterDigests(), release_of(vllm_version)
         core.adapter_loads.append(digests.digest_before_loading)
