@@ -259,7 +259,8 @@ def test_a_tier_that_the_file_makes_read_only_stays_so_when_it_is_switched_off_a
 
 def test_tiers_are_attached_and_detached_and_leave_no_process(engine) -> None:
     later = engine.folder / "later.yaml"
-    assert engine.ctl("attach", "fs", "--config", later)["text"] == "fs: attached, and open"
+    assert engine.ctl("attach", "fs", "--config", later)["text"].startswith("fs: attached, ")
+    wait_until(lambda: engine.status()["tiers"]["fs"]["open"])  # at once, but for a busy machine
     assert list(engine.status()["tiers"]) == ["fs", "memory"], "in the file's order"
     wait_until(lambda: engine.status()["tiers"]["fs"]["stored_chunks"])
     hosts = engine.hosts("fs (1 of 2)") + engine.hosts("fs (2 of 2)")
