@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers._process import end, kill_unreaped, spawn, wait_unreaped
+from kvtiers._process import end, kill_unreaped, lifeline, spawn, wait_unreaped
 from kvtiers.testing.running import open_descriptors
 
 ROOT = Path(__file__).parents[2]
@@ -176,3 +176,29 @@ def test_nothing_but_this_module_starts_a_process():
     assert {path.relative_to(ROOT / "core/src/kvtiers").as_posix() for path in elsewhere} == RUN_TO_THEIR_END
     assert {call for calls in elsewhere.values() for call in calls} == {"subprocess.run", "os.fork"}
     assert any(path.name == "_process.py" for path in found), "the search finds nothing"
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_group_ends_with_its_lifeline_and_what_is_left_of_it_after_its_first_process():
+    """However the first process has ended, and whoever has reaped it."""
+    first = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        process_group=0,
+    )
+    with lifeline(first), first:
+        left = int(first.stdout.readline())
+        first.stdin.close()
+        first.wait()
+        assert is_running(left)
+    deadline = time.monotonic() + PATIENCE
+    while is_running(left):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

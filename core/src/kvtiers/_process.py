@@ -10,11 +10,13 @@ A child that is tied ends with its parent, by ``kill -9`` too. The kernel's sign
 that thread has to live as long as the child is to. Until a child has been reaped no other process gets its id, so that
 a signal cannot reach a wrong one.
 
-What such a child starts in turn is in its process group, and is killed when it has ended (``kill_group``).
+What such a child starts in turn is in its process group, which is killed with the child and with its parent, however
+either ends (``lifeline``).
 """
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     import threading
 
 __all__ = [
-    "die_with_parent", "end", "end_group_with", "hand_over", "hold_standard_descriptors", "kill_group",
-    "kill_unreaped", "spawn", "spawn_bare", "take_over", "wait_unreaped",
+    "die_with_parent", "end", "end_group_with", "hand_over", "hold_standard_descriptors", "kill_unreaped",
+    "lifeline", "spawn", "spawn_bare", "take_over", "wait_unreaped",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -198,11 +200,22 @@ def kill_unreaped(process: "subprocess.Popen[bytes]") -> bool:
     return True
 
 
-def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of the process group of a process that leads one, and that has ended but is not reaped yet."""
-    with contextlib.suppress(OSError):  # other code in this process has reaped it
-        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            os.killpg(process.pid, signal.SIGKILL)
+def lifeline(process: "subprocess.Popen[bytes]") -> "socket.socket":
+    """Return a socket at whose end the kernel kills the process group that a child leads: closed, or with this process.
+
+    So what the child has started ends with it and with its parent, after ``kill -9`` and ``exec`` too; what has left
+    the group does not. The kernel knows the group itself, not its number: no later group of that number is killed.
+    """
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.suppress(OSError):  # it has ended and was reaped by other code, or no such signals here
+        # Its other end stays open for as long as ours, where it waits to be received; no descriptor refers to it.
+        socket.send_fds(theirs, [b"."], [theirs.fileno()])
+        fcntl.fcntl(theirs, fcntl.F_SETOWN, -process.pid)
+        fcntl.fcntl(theirs, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(theirs, fcntl.F_SETFL, os.O_ASYNC)
+    return ours
 
 
 def end_group_with(process: "subprocess.Popen[bytes]") -> "threading.Thread":
@@ -212,9 +225,11 @@ def end_group_with(process: "subprocess.Popen[bytes]") -> "threading.Thread":
     """
     import threading
 
+    group = lifeline(process)
+
     def wait() -> None:
-        wait_unreaped(process)
-        kill_group(process)
+        with group:
+            wait_unreaped(process)
 
     thread = threading.Thread(target=wait, name="kvtiers-group", daemon=True)
     thread.start()

@@ -75,10 +75,11 @@ def test_a_child_that_a_store_leaves_ends_with_a_host_that_is_killed(start, faul
     machine.await_end(child)
 
 
-def test_a_child_that_a_store_forks_ends_with_an_engine_that_is_killed(party, faulty, gates, machine):
+@pytest.mark.parametrize("how", ["forks", "spawns"])
+def test_a_child_that_a_store_leaves_ends_with_an_engine_that_is_killed(party, faulty, gates, machine, how):
     engine = party()
     engine.engine(faulty())
-    gates.set("write", "forks")
+    gates.set("write", how)
     engine.do("engine.store(keys(0, 4))")
     child = child_of(gates, machine)
     assert machine.state_of(child) not in {"", "Z"}

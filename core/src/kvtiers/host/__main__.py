@@ -1,10 +1,8 @@
 """The entry point of a tier host: ties the process to its engine's life before it loads anything else.
 
 Until the parent-death signal is armed, some 15 ms after the fork, a host that has been stopped (SIGSTOP) could neither
-arm it nor see the end of its socket. It is therefore in a process group of its own, from before its first instruction:
-when the engine ends, that group is orphaned, and the kernel sends SIGHUP and SIGCONT to an orphaned group of which a
-process is stopped (POSIX, "Consequences of Process Termination"). SIGHUP ends the host: nothing handles it yet. One
-that is stopped after the engine's end stays as it is; it has not got the region then, which is handed over afterwards.
+arm it nor see the end of its socket. It is therefore in a process group of its own, which the kernel kills when the
+engine ends (``_process.lifeline``). For the moment until that is set up, it gets the region only when it is tied.
 """
 
 import contextlib

@@ -14,11 +14,9 @@ descriptors and no access to the rows, and ends where the call ends that forked 
 
 import contextlib
 import faulthandler
-import fcntl
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +69,6 @@ class TierHost:
         self._pools: list[TransferPool] = []
         self._reported: dict[int, dict[str, float]] = {}
         self._writer = HostSender(self._connection, self._figures, self._check_kept, give_back)
-        self._lifeline = _lifeline()
         detach_in_children(self)
 
     def detach(self) -> None:
@@ -84,7 +81,7 @@ class TierHost:
             os.write(2, text.encode(errors="replace"))
         faulthandler.disable()  # the stack of one that touches them would read as the host's own fault
         self._connection.close()
-        for fd in (self._region_fd, self._lifeline, *self._callers_fds):
+        for fd in (self._region_fd, *self._callers_fds):
             if fd >= 0:
                 os.close(fd)
 
@@ -254,21 +251,6 @@ class TierHost:
                 closer.join(seconds + _LAST_WORDS_SECONDS)
         self._writer.close(_LAST_WORDS_SECONDS)
         os._exit(0)  # a thread that hangs in a store must not hold the process
-
-
-def _lifeline() -> int:
-    """Return the one open end of a pipe: when this process ends, however it does, its process group is killed.
-
-    By the kernel, as long as a child has the other end that was forked and has not called exec. Those that have are
-    killed by the engine, if it lives. -1 in a group that this process does not lead.
-    """
-    if os.getpgrp() != os.getpid():
-        return -1
-    reading, writing = os.pipe()
-    fcntl.fcntl(reading, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(reading, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC)
-    return writing
 
 
 def _opener(type_name: str, options: dict[str, Any], context: TierContext) -> Callable[[], ChunkStore]:

@@ -158,7 +158,7 @@ class HostConnection:
     def detach(self) -> None:
         """Close the connections: after the end, and in a forked child, where they would hide the engine's end."""
         for life in (*self.host.lives, *([self.life] if self.life is not None else [])):
-            life.connection.close()
+            life.detach()
 
     def _connect(self, life: HostLife) -> None:
         self.life = life

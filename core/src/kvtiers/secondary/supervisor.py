@@ -11,7 +11,7 @@ waiter (1 a life)  hands the region to the process as soon as that is tied to th
 =================  ==========================================================================================
 
 No thread polls, so an idle engine is not woken. A *life* is one process of a host, from its fork until it is reaped.
-What the host's stores have started is in its process group, and is killed when the host has ended.
+What the host's stores have started is in its process group, and is killed when the host or the engine has ended.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtiers._failures import error_text
-from kvtiers._process import hand_over, kill_group, kill_unreaped, spawn, wait_unreaped
+from kvtiers._process import hand_over, kill_unreaped, lifeline, spawn, wait_unreaped
 
 if TYPE_CHECKING:
     import subprocess
@@ -41,10 +41,14 @@ _REAP_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class HostLife:
-    """One process of a host, from fork to reap. ``connection``: our end of its socket, non-blocking, HELLO sent."""
+    """One process of a host, from fork to reap. ``connection``: our end of its socket, non-blocking, HELLO sent.
+
+    ``group``: the lifeline of its process group.
+    """
 
     process: "subprocess.Popen[bytes]"
     connection: socket.socket
+    group: socket.socket
     started: float
     kill_at: dict[str, float] = field(default_factory=dict)
     """Reasons to kill it, each with its time. From any thread."""
@@ -61,6 +65,11 @@ class HostLife:
     def cancel_kill(self, reason: str) -> None:
         """Withdraw a reason to kill it."""
         self.kill_at.pop(reason, None)
+
+    def detach(self) -> None:
+        """Close our descriptors: after the end, and in a forked child, where they would hide the engine's end."""
+        self.connection.close()
+        self.group.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -176,14 +185,13 @@ class HostLauncher:
                 self._kill(host, life, reasons[0])
 
     def _spawn(self, host: HostProcess) -> None:
-        started = time.monotonic()
         pair: tuple[socket.socket, ...] = ()
         try:
             ours, theirs, handover, its_handover = pair = (*socket.socketpair(), *socket.socketpair())
             hello = host.hello()
             process = self._fork(host, theirs, its_handover)
             its_handover.close()
-            life = self._begin(host, HostLife(process, ours, started), handover)
+            life = self._begin(host, process, ours, handover)
         except Exception as error:  # noqa: BLE001 -- no descriptors, memory, processes, interpreter: it is tried again
             for end in pair:
                 end.close()
@@ -200,13 +208,19 @@ class HostLauncher:
         if host.ending:
             _kill_if_running(life)
 
-    def _begin(self, host: HostProcess, life: HostLife, handover: socket.socket) -> HostLife:
+    def _begin(
+        self, host: HostProcess, process: "subprocess.Popen[bytes]", ours: socket.socket, handover: socket.socket
+    ) -> HostLife:
+        life: HostLife | None = None
         try:
+            life = HostLife(process, ours, lifeline(process), time.monotonic())
             what = host, life, handover
             threading.Thread(target=self._attend, args=what, name="kvtiers-waiter", daemon=True).start()
-        except RuntimeError:  # no thread to be had: it would never be reaped
-            life.process.kill()
-            life.process.wait()
+        except (OSError, RuntimeError):  # no descriptor or thread to be had: it would never be reaped
+            process.kill()
+            process.wait()
+            if life is not None:
+                life.detach()
             raise
         host.life = life
         host.started += 1
@@ -230,7 +244,7 @@ class HostLauncher:
         self._requests.put(lambda: self._reap(host, life))
 
     def _reap(self, host: HostProcess, life: HostLife) -> None:
-        kill_group(life.process)
+        life.group.close()
         status = life.process.wait()
         host.life = None
         self._back_off(host, time.monotonic() - life.started)
@@ -263,7 +277,7 @@ def _close_unused(host: HostProcess) -> None:
     """Close what earlier lives, which have all ended, left for an engine that has not stepped since."""
     with contextlib.suppress(IndexError):
         while True:
-            host.lives.popleft().connection.close()
+            host.lives.popleft().detach()
 
 
 def _level(host: HostProcess) -> int:
