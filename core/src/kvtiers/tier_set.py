@@ -190,8 +190,9 @@ class TierSet:
                 raise ConfigError(f"{name}: its values cannot be encrypted, since it moves them by itself")
             tier = SealedTier(config, opener, self._views, self._names, self._rows.sizes)
         else:
-            rows = len(self._rows.view) // self._rows.row_stride
-            tier = ChunkStoreTier(config, self._pool(plugin, config), rows=rows)
+            row_bytes = self._rows.row_stride
+            rows = len(self._rows.view) // row_bytes
+            tier = ChunkStoreTier(config, self._pool(plugin, config), rows=rows, row_bytes=row_bytes)
         value_bytes, capacity = max(value for _, value in self._rows.sizes), getattr(config, "capacity", None)
         options = TierOptions(
             name,

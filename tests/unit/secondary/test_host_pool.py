@@ -45,7 +45,7 @@ class Group:
         """Send what is to go to the store as one job."""
         rows = memoryview(array("i", job.rows))
         return self.group.send_job(
-            InflightJob(TransferJob(job.job_id, job.keys, rows, job.is_load, None), job.keys, 0), job.overwrites
+            InflightJob(TransferJob(job.job_id, job.keys, rows, job.is_load, None), 0), job.overwrites
         )
 
     def events(self):

@@ -57,7 +57,7 @@ class GroupMachine(RuleBasedStateMachine):
         for number, backend in enumerate(self.played):
             backend.has_room = number not in full
         job = TransferJob(job_id, KEYS[:count], memoryview(array("i", range(count))), is_load, None)
-        sent = self.group.send_job(InflightJob(job, KEYS[:count], 0))
+        sent = self.group.send_job(InflightJob(job, 0))
         takers = [number for number in HOSTS if job_id in self.played[number].jobs]
         assert sent == bool(takers)
         self.reported[job_id] = []

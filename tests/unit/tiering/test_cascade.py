@@ -88,6 +88,17 @@ def test_what_would_break_a_budget_is_dropped_from_the_tail_and_counted():
     assert bench.figures("a")["dropped_cascades"] == 4 + 2
 
 
+def test_chunks_of_several_groups_are_stored_together_or_not_at_all():
+    """A prompt of a hybrid model is not found without its windows, which are last: 4 rows may be pinned of 6."""
+    bench = Bench(rows=16, tokens_per_chunk=(16, 16), windows=(None, 2), options=TieringOptions(), hold=True)
+    bench.manager.complete_store(bench.begin_store(KEYS[:4] + chain("n", 2, group=1)))
+    assert not stores(bench)
+    assert bench.figures("a")["dropped_cascades"] == 6
+    both = chain("x", 2) + chain("x", 2, group=1)
+    bench.manager.complete_store(bench.begin_store(both))
+    assert stores(bench) == [both]
+
+
 def test_all_tiers_together_keep_to_their_budget():
     bench = Bench(rows=40, tiers={name: {} for name in "abc"}, options=TieringOptions(), hold=True)
     bench.manager.complete_store(bench.begin_store(chain("n", 10)))

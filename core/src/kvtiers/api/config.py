@@ -281,8 +281,9 @@ class TierConfig(StrictModel):
     retries: int = Field(default=2, ge=0, description="further attempts after a transient error, inside the deadline")
     store_queue: int | Literal["auto"] = Field(
         default="auto",
-        description="most values waiting to be written; more are dropped and counted; auto: as many as it has written "
-        "in the last 5 to 10 s in which it wrote, in an eighth of the primary's rows at most, and 1024 at least",
+        description="with so many values waiting to be written further stores are dropped, each as a whole, and "
+        "counted; auto: what it writes in 2 s, in an eighth of the primary's rows at most, and 1024 values or 256 MiB "
+        "at least",
         json_schema_extra=LIVE,
     )
     compression: Compression = Field(

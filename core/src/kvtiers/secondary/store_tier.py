@@ -39,11 +39,17 @@ _MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are f
 class ChunkStoreTier(EventTier):
     """Drives one store through its hosts. ``is_available`` while it is open and its breaker is closed.
 
-    ``rows``: of the primary; values that wait to be written hold some of them.
+    ``rows``: of the primary, each of ``row_bytes``; values that wait to be written hold some of them.
     """
 
     def __init__(
-        self, config: TierConfig, hosts: HostPool, clock: Callable[[], float] = time.monotonic, *, rows: int = 0
+        self,
+        config: TierConfig,
+        hosts: HostPool,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        rows: int = 0,
+        row_bytes: int = 0,
     ) -> None:
         self._name = config.tier_name
         self._hosts = hosts
@@ -51,7 +57,10 @@ class ChunkStoreTier(EventTier):
         self._deadline = config.deadline
         self._breaker = Breaker(config.breaker, clock)
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
-        self._counts = TierCounts(config.store_queue, rows, clock)
+        self._counts = TierCounts(config.store_queue, rows, row_bytes, clock)
+        self._storing_for: TierRequest | None = None
+        """The request that this step's last store is of; its store may come as several jobs."""
+        self._takes_store = False
         self._generation = 0
         """Of the names: that of a job in flight may be an earlier one."""
         self._suspects = SuspectKeys()
@@ -84,25 +93,30 @@ class ChunkStoreTier(EventTier):
         return self._lookups.ask(keys)
 
     def submit_store(self, job: TransferJob) -> None:
-        """Queue a store, as far as there is room in the store queue; the rest of it is dropped and counted.
+        """Queue a store, if there is room in the store queue; else all of it is dropped and counted.
 
-        Chunks that the store is known to have are not sent: a burst of known prompts, of which the engine computes some
-        because that is sooner, would write them all again.
+        The jobs of a request in a step are one store: all of them are queued, or none. Chunks that the store is known
+        to have are not sent: a burst of known prompts, of which the engine computes some because that is sooner, would
+        write them all again.
         """
         if self._lookups.has_all(job.keys) and not self._suspects.among(job.keys):
             self._counts.figures["already_present"] += len(job.keys)
             self._events.append(JobResult(job.job_id, success=True))
+        elif self._takes(job.context):
+            overwrites = self._suspects.among(job.keys) if self._suspects.keys else b""
+            self._send(InflightJob(job, self._generation), overwrites)
         else:
-            self._submit(job, self._counts.room)
+            self._counts.drop(len(job.keys))
+            self._events.append(JobResult(job.job_id, success=False))
 
     def submit_load(self, job: TransferJob) -> None:
         """Queue a load."""
-        self._submit(job, len(job.keys))
+        self._send(InflightJob(job, self._generation))
 
     def submit_delete(self, job: TransferJob) -> None:
         """Queue the removal of these chunks, which count as absent from now on. The job has no rows."""
         self._forget(job.keys)
-        self._send(InflightJob(job, job.keys, self._generation, is_delete=True))
+        self._send(InflightJob(job, self._generation, is_delete=True))
 
     def poll(self) -> Sequence[TierEvent]:
         """Return what has become of the jobs."""
@@ -156,6 +170,7 @@ class ChunkStoreTier(EventTier):
 
     def on_schedule_end(self) -> None:
         """Send the step's questions, and the breaker's probe when it is due."""
+        self._storing_for = None
         if self._lookups.at_work:
             self._lookups.flush()
             for _ in range(self._lookups.give_up_overdue()):
@@ -275,17 +290,17 @@ class ChunkStoreTier(EventTier):
         """Jobs and questions that wait for the store."""
         return self._hosts.in_flight + self._lookups.open_probes + (self._probe_until is not None)
 
-    def _submit(self, job: TransferJob, room: int) -> None:
-        keys = job.keys[:room]
-        overwrites = self._suspects.among(keys) if self._suspects.keys and not job.is_promotion else b""
-        self._send(InflightJob(job, keys, self._generation), overwrites)
+    def _takes(self, request: TierRequest) -> bool:
+        if request is not self._storing_for:
+            self._storing_for, self._takes_store = request, self._counts.has_room
+        return self._takes_store
 
     def _send(self, inflight: InflightJob, overwrites: bytes = b"") -> None:
-        job, keys = inflight.job, inflight.keys
+        job = inflight.job
         self._counts.begin(inflight)
         if not self._waiting:
             self._heard_at = self._clock()
-        if not keys or not self._hosts.send_job(inflight, overwrites):
+        if not job.keys or not self._hosts.send_job(inflight, overwrites):
             self._counts.refuse(inflight)
             self._events.append(JobResult(job.job_id, success=False))
             if job.is_promotion:

@@ -14,7 +14,9 @@ __all__ = ["LEAST_STORE_QUEUE", "DropWatch", "TierCounts"]
 
 LEAST_STORE_QUEUE = 1024
 """Values that may wait to be written with ``store_queue: auto``, however slow the store is."""
-_PERIOD_SECONDS = 5.0
+_LEAST_BYTES = 256 * 2**20  # of small values that may wait, likewise
+_QUEUE_SECONDS = 2.0  # what may wait is written in so long
+_HALF_LIFE = 5.0  # seconds of writing, after which what was before counts half
 _ROWS_SHARE = 8  # of the primary's rows: half of the default of budgets.one_tier
 _KNOWN_SECONDS = 300.0  # so long ago it may have been that a store did not take a value for it to be called full
 _QUIET_SECONDS = 30.0  # for so long it must have dropped nothing: at its limit a store takes some values and drops some
@@ -33,41 +35,55 @@ _FIGURES = (
 
 
 class TierCounts:
-    """One tier's counts. ``store_queue``: the most chunks that may be on their way into the store."""
+    """One tier's counts. ``store_queue``: so many chunks on their way into the store fill it; ``row_bytes``: of one."""
 
-    def __init__(self, store_queue: int | Literal["auto"], rows: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store_queue: int | Literal["auto"], rows: int, row_bytes: int, clock: Callable[[], float]
+    ) -> None:
         self.store_queue = store_queue
         self._most_rows = rows // _ROWS_SHARE
+        self._least_rows = max(LEAST_STORE_QUEUE, _LEAST_BYTES // row_bytes if row_bytes else 0)
         self.storing = 0
         """Chunks on their way into the store."""
         self.figures = dict.fromkeys(_FIGURES, 0)
         self._clock = clock
-        self._period_began = clock()
-        self._written = self._written_before = 0  # in this period, and in the one before
+        self._written = 0.0  # in ``_busy`` seconds in which something was on its way
+        self._busy = 0.0
+        self._busy_since = clock()
 
     @property
-    def room(self) -> int:
-        """Chunks that the store queue has room for.
+    def has_room(self) -> bool:
+        """Return whether the store queue takes another job: all of it, though it may reach beyond the queue's end.
 
-        With "auto" it follows the store's speed. A burst of prompts is computed faster than a fast store writes it, and
-        a fixed number that is large enough for that would let values of a slow store wait beyond their deadline.
-        Waiting values hold at most an eighth of the primary's rows: by the default budgets half of the tier's, so
-        that loads have the other half.
+        A part of a job may be worth nothing: without its windows or states a prompt of a hybrid model is not found.
+        With "auto" the room follows the store's speed. A burst of prompts is computed faster than a fast store writes
+        it, and a fixed number that is large enough for that would let values of a slow store wait beyond their
+        deadline. Waiting values fill it with an eighth of the primary's rows: by the default budgets half of the
+        tier's, so that loads have the other half.
         """
-        lately = max(LEAST_STORE_QUEUE, min(self._written + self._written_before, self._most_rows))
-        return max(0, (lately if self.store_queue == "auto" else self.store_queue) - self.storing)
+        return self.storing < (self._auto if self.store_queue == "auto" else self.store_queue)
+
+    @property
+    def _auto(self) -> float:
+        soon = _QUEUE_SECONDS * self._written / self._busy if self._busy else 0.0
+        return max(self._least_rows, min(soon, self._most_rows))
 
     def begin(self, job: InflightJob) -> None:
-        """Count a job; those of its chunks that are not handed over are dropped."""
-        self.figures["dropped_queue"] += len(job.job.keys) - len(job.keys)
+        """Count a job."""
         if job.is_store:
+            if not self.storing:
+                self._busy_since = self._clock()
             self.storing += len(job.keys)
+
+    def drop(self, chunks: int) -> None:
+        """Count the chunks of a store that is not begun."""
+        self.figures["dropped_queue"] += chunks
 
     def refuse(self, job: InflightJob) -> None:
         """Count a job that no host has accepted."""
         if job.is_store:
             self.storing -= len(job.keys)
-            self.figures["dropped_queue"] += len(job.keys)
+            self.drop(len(job.keys))
 
     def end(self, job: InflightJob, *, success: bool) -> int:
         """Count a job's end; return how many of its values are damaged."""
@@ -89,11 +105,12 @@ class TierCounts:
 
     def _note_written(self, values: int) -> None:
         now = self._clock()
-        if now - self._period_began >= _PERIOD_SECONDS:
-            is_next = now - self._period_began < 2 * _PERIOD_SECONDS
-            self._written_before, self._written = (self._written if is_next else 0), 0
-            self._period_began = now
-        self._written += values
+        if values:
+            seconds = now - self._busy_since
+            kept = 0.5 ** (seconds / _HALF_LIFE)
+            self._busy = self._busy * kept + seconds
+            self._written = self._written * kept + values
+        self._busy_since = now
 
 
 class DropWatch:

@@ -145,7 +145,7 @@ def _chunks_done(job: TransferJob, result: JobResult) -> int:
 
 @dataclass(slots=True, eq=False)
 class InflightJob:
-    """A job in flight. ``keys``: those handed over, the first ones. ``generation``: of the names it was sent under.
+    """A job in flight. ``generation``: of the names it was sent under.
 
     ``is_delete``: it removes chunks, and has no rows. ``failed_in_use``: it was reported, or given up, as failed
     while something may still touch its rows. ``to_release``: it was to be detached from its rows, so what it did not do
@@ -153,13 +153,12 @@ class InflightJob:
     """
 
     job: TransferJob
-    keys: Sequence[OffloadKey]
     generation: int
     is_delete: bool = False
     parts: list["JobPart"] = field(default_factory=list)
     """Those that have not ended; the fields below sum up those that have."""
     statuses: bytes | bytearray = b""
-    """A Status for each of ``keys``, once a part has ended; FAILED for those that have not, or were not sent."""
+    """A Status for each of ``keys``, once a part has ended; FAILED for those that have not."""
     is_started: bool = False
     failed_in_use: bool = False
     to_release: bool = False
@@ -170,6 +169,11 @@ class InflightJob:
     ended_values: int = 0
     retries: int = 0
     error: str = ""
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """The job's keys."""
+        return self.job.keys
 
     @property
     def is_store(self) -> bool:

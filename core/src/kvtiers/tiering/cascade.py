@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from kvtiers.api import LookupResult, OffloadKey
+from kvtiers.api import LookupResult, OffloadKey, group_of
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.expected_reuse import ReuseAdmission, WriteBudget
@@ -256,11 +256,16 @@ class Cascades:
                 self._send(slot, worth, self._no_request)
 
     def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> None:
-        """Send as many of these readable chunks as there is room for, the first ones; drop and count the others."""
+        """Send as many of these readable chunks as there is room for, the first ones; drop and count the others.
+
+        Of several KV groups all or none: a prompt is not found without its windows or states, which come last.
+        """
         if not keys or slot.read_only:
             return
         available = slot.available()
         some = keys[: self._budget.room(slot)] if available else ()
+        if len(some) < len(keys) and group_of(keys[0]) != group_of(keys[-1]):
+            some = ()
         admission = self._chosen.get(slot)
         if admission is not None and (most := admission.room(self._clock())) is not None:
             some = some[:most]

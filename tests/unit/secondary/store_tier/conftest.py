@@ -16,9 +16,9 @@ def backend():
 
 @pytest.fixture
 def make(clock, backend):
-    def make(rows=0, **options):
+    def make(rows=0, row_bytes=0, **options):
         config = TierConfig.model_validate({"type": "t", **options})
-        tier = ChunkStoreTier(config, HostPool([PooledHost("t", backend)]), clock, rows=rows)
+        tier = ChunkStoreTier(config, HostPool([PooledHost("t", backend)]), clock, rows=rows, row_bytes=row_bytes)
         backend.say(Opened())
         step(tier)
         return tier

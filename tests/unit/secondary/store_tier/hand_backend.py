@@ -82,8 +82,8 @@ def step(tier):
     return finished, [event.job_id for event in events if isinstance(event, JobFailed)]
 
 
-def job(job_id, keys, *, promotion=False):
-    return TransferJob(job_id, keys, memoryview(array("i", range(len(keys)))), promotion, REQUEST)
+def job(job_id, keys, *, promotion=False, context=REQUEST):
+    return TransferJob(job_id, keys, memoryview(array("i", range(len(keys)))), promotion, context)
 
 
 def result_of(backend, job_id, *statuses, error=""):

@@ -241,9 +241,10 @@ class _Parts:
         with contextlib.ExitStack() as undo:
             self._logs = queue_logs()  # first: what follows logs, too
             undo.callback(self._logs.close)
+            num_rows, row_bytes = len(rows) // self._row_bytes, self._row_bytes
             self._hosts = self._hosts_on(rows) if config.io == "process" else None
             if self._hosts is not None:
-                self.tier = ChunkStoreTier(config, self._hosts.pool(config), rows=len(rows) // self._row_bytes)
+                self.tier = ChunkStoreTier(config, self._hosts.pool(config), rows=num_rows, row_bytes=row_bytes)
                 self._hosts.start()
             else:
                 self._rows = rows
@@ -254,7 +255,7 @@ class _Parts:
                     config, opener, views, self._names, self._sizes, self._described, self._encryption
                 )
                 pool = HostPool([PooledHost(config.tier_name, backend)])
-                self.tier = ChunkStoreTier(config, pool, rows=len(rows) // self._row_bytes)
+                self.tier = ChunkStoreTier(config, pool, rows=num_rows, row_bytes=row_bytes)
                 self._views = views
             undo.pop_all()
 
