@@ -92,7 +92,7 @@ DIFFERENTIAL_VENVS := $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) $(VLLM
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-all test-rest test-changed test-explore links test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-differential test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: help demo test test-all test-rest test-changed test-explore links test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-differential test-engines-all test-vllm test-vllm-all test-gpu judges lint types lint-workflows docs changelog-draft bench soak corruptions
 .PHONY: emulators environment environment-engines environment-sglang environment-transformers environment-lmcache environment-vllm lock wheels system clean
 
 help:  ## Show this list
@@ -150,6 +150,10 @@ test-transformers-all: environment-transformers  ## The same, with every model a
 
 test-differential: environment system emulators $(addsuffix /.differential,$(DIFFERENTIAL_VENVS))  ## Every integration over every tier kind, the same scenes; writes the table in docs/
 	$(PYTHON) tests/differential/differential.py --write $(DIFFERENTIAL_ARGS)
+
+judges: environment-vllm  ## Others' own test suites over kvtiers: vLLM's, of its KV offloading (fetched and pinned, not in here)
+	@echo "== vLLM's suites"
+	$(VLLM_PYTHON) tests/judges/judges.py vllm $(PYTEST_ARGS)
 
 test-engines-all: test-vllm-all test-sglang-all test-transformers-all test-lmcache test-differential  ## All tests of all integrations: each release, each model
 
@@ -219,7 +223,7 @@ system:  ## Install the servers that the tests start, where they are missing
 emulators: $(AZURITE)/.made  ## Install Azure's emulator, which the tests start, from npm
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(AZURITE) $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site wheels
+	rm -rf $(AZURITE) .judges $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site wheels
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations libraries plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
