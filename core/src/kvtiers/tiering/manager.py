@@ -16,7 +16,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -388,6 +388,11 @@ class TieringManager:
         if plan is not None and state is not None and state.landed:
             self._prices.used(state)
         return plan
+
+    @_timed
+    def brought(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """Return those chunks that a tier has brought into the primary, or brings, and that no request has read yet."""
+        return self._provenance.brought(keys)
 
     @_timed
     def complete_load(self, plan: LoadPlan, success: bool = True) -> None:

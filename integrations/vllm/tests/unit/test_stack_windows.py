@@ -37,6 +37,7 @@ class Engine:
         self.manager._manager = self.bench.manager
         self.manager._answered_for, self.manager._answers, self.manager._asked = None, {}, set()
         self.manager._began_idle = self.manager._alone = False
+        self.manager._brought = set()
         self.manager._describer = None
         self.manager.pipelined = SimpleNamespace(can_begin=lambda _keys: False)
         shown = SimpleNamespace(request_id="r", block_hashes=self.hashes, lora_request=None, cache_salt=None)
@@ -140,3 +141,22 @@ def test_of_a_window_that_is_there_in_part_nothing_is_loaded(engine):
     played.step()
     assert [list(job.keys) for job in played.tier.loads] == [[played.key(1, place) for place in range(20, 24)]]
     assert len(played.tier.asked) <= 2 * 64 / 4, "in two scans"
+
+
+def test_vllm_is_told_of_each_loaded_chunk_whether_a_tier_or_the_primary_had_it(engine):
+    scene = engine(8)
+    manager, bench = scene.manager, scene.bench
+    manager._plans = SimpleNamespace(start=lambda _plan, _request: None)
+    manager._limit = SimpleNamespace(load_found=lambda: None)
+    keys = [scene.key(0, place) for place in range(8)]
+    bench.store(keys[:3])
+    scene.tier.put(keys[3:])
+    while manager.lookup(keys[0], scene.context) is not scene.answers.HIT:
+        scene.step()
+
+    def sources():
+        manager.prepare_load(keys, scene.context)
+        return [manager.get_load_source(key, scene.context) for key in keys]
+
+    assert sources() == ["host"] * 3 + ["disk"] * 5
+    assert sources() == ["host"] * 8, "the next one has them from the primary"

@@ -101,6 +101,8 @@ class KvtiersManager(OffloadingManager):
         """The context of the request whose answers are in ``_answers``, in this step."""
         self._answers: dict[bytes, LookupResult] = {}
         """By vLLM's key: it asks chunk by chunk, and one sweep over the prefix has answered them all."""
+        self._brought: set[bytes] = set()
+        """Those chunks of the last load that a tier has brought for it, by vLLM's keys."""
         self._first_report = FirstReport(manager.tiers_have_spoken) if self._alone else None
         self._said_unseen = False
         self._began_idle: bool | None = None
@@ -276,9 +278,12 @@ class KvtiersManager(OffloadingManager):
             return None
         own = request.keys
         rows = None
+        self._brought = set()
         if own is not None:
             named = own.of_all(keys)
             with self._manager.lock:
+                if brought := self._manager.brought(named):
+                    self._brought = {shown for shown, key in zip(keys, named, strict=True) if key in brought}
                 plan = self._manager.prepare_load(named, request.context)
             if plan is not None:
                 rows = self._start(plan, request)
@@ -291,6 +296,11 @@ class KvtiersManager(OffloadingManager):
         self.requests.computes()
         self._limit.load_found()
         return rows
+
+    def get_load_source(self, key: bytes, req_context: Any) -> str:
+        """Return where a chunk of the load that was just prepared came from, by vLLM's name: a tier, or the primary."""
+        del req_context
+        return "disk" if key in self._brought else "host"
 
     def pass_is_over(self) -> bool:
         """Return whether this scheduling pass is to leave its other requests to the next one: loads are to begin."""
