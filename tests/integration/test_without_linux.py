@@ -11,7 +11,7 @@ EXAMPLE_TESTS = Path(__file__).parents[2] / "plugins" / "example_tier" / "tests"
 # The libraries below ours store which system they were installed for, so they come first.
 TAKE_LINUX_AWAY = """
 import fcntl, os, select, signal, socket, sys, sysconfig, tempfile, zoneinfo
-import click, numpy, pluggy, pydantic.json_schema, pytest, rich.progress, xxhash, yaml
+import click, msgspec, numpy, pluggy, pydantic.json_schema, pytest, rich.progress, xxhash, yaml
 from pydantic import BaseModel
 
 sysconfig.get_config_vars()

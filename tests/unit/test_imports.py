@@ -87,6 +87,18 @@ def test_the_engines_side_loads_no_torch_no_plugin_no_client_library_and_no_term
     assert not packages(loaded) & HEAVY
 
 
+def test_a_tier_host_loads_what_its_messages_its_config_and_its_seals_take():
+    loaded = packages(loaded_by("import kvtiers.host.process"))
+    pydantics = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
+    assert {name for name in loaded if not name.startswith("_sysconfigdata")} == {
+        "kvtiers",
+        "msgspec",
+        "pluggy",
+        "xxhash",
+        *pydantics,
+    }
+
+
 def test_every_module_imports_without_torch():
     # Also on its own, whatever was imported before: no import is circular, as the contract below demands.
     modules = [

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from kvtiers.host import wire
-from kvtiers.host.messages import JobDone, JobStarted, Opened, Status
-from kvtiers.host.wire import FrameReader, Kind
+from kvtiers.host.messages import Hello, JobDone, JobStarted, LogLine, Opened, Stats, Status, StoreJob
+from kvtiers.host.wire import FrameReader
 
 
 class Liar:
@@ -20,19 +20,20 @@ class Liar:
         self.socket.sendall(b"".join(messages))
 
     def say(self, *events):
-        self.send(*(wire.encode_event(0, event) for event in events))
+        self.send(*(wire.encode(0, event) for event in events))
 
     def run(self):
         """Open as a host does; lie at the first job, or (``job`` is None) at once."""
         reader = FrameReader()
         while data := self.socket.recv(1 << 16):
             reader.feed(data)
-            for message in reader.frames(1000):
-                if message.kind == Kind.HELLO:
+            for _, frame in reader.frames(1000):
+                message = wire.decode_request(frame)
+                if isinstance(message, Hello):
                     self.say(Opened())
                     self.lie(None)
-                elif message.kind == Kind.JOB:
-                    self.lie(wire.decode_job(message.body))
+                elif isinstance(message, StoreJob):
+                    self.lie(message)
 
     def garbage(self, job):
         if job is None:
@@ -45,11 +46,11 @@ class Liar:
 
     def flood_log(self, job):
         while True:
-            self.send(wire.encode_log(0, 30, "flood " * 100) * 100)
+            self.send(wire.encode(0, LogLine(30, "flood " * 100)) * 100)
 
     def flood_figures(self, job):
         while True:
-            self.send(wire.encode_stats(0, {"a": 1.0}) * 1000)
+            self.send(wire.encode(0, Stats({"a": 1.0})) * 1000)
 
     def flood_opened(self, job):
         while True:

@@ -1,6 +1,7 @@
 """The host's program by itself, with the test in the place of the engine."""
 
 import importlib
+import json
 import mmap
 import os
 import select
@@ -15,7 +16,8 @@ import pytest
 from kvtiers._process import hand_over
 from kvtiers._version import __version__
 from kvtiers.host import wire
-from kvtiers.host.wire import FrameReader, Kind
+from kvtiers.host.messages import Close, Hello, LogLine, Opened
+from kvtiers.host.wire import FrameReader
 from kvtiers.layout.seal import seal_value
 
 START = "from kvtiers.host.__main__ import main; main()"
@@ -61,11 +63,11 @@ def hello(**changes):
         "region": region,
         "tiers": [],
     }
-    return wire.encode_hello(fields | changes)
+    return wire.encode(0, Hello(json.dumps(fields | changes)))
 
 
 def messages(ours, patience=30.0):
-    """Read to the end; return the messages."""
+    """Read to the end; return the messages, each with its tier."""
     reader, read = FrameReader(), []
     deadline = time.monotonic() + patience
     while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -73,7 +75,7 @@ def messages(ours, patience=30.0):
         if not data:
             return read
         reader.feed(data)
-        read += reader.frames(1000)
+        read += [(tier, wire.decode_report(message)) for tier, message in reader.frames(1000)]
     raise AssertionError("it does not end")
 
 
@@ -94,10 +96,11 @@ def test_a_host_of_another_protocol_says_so_and_ends(host):
     process, ours = host()
     tier = {"name": "cache"}
     ours.sendall(hello(protocol=99, tiers=[tier, tier]))
-    line, *said = messages(ours)
-    assert (line.kind, b"restart the engine" in bytes(line.body)) == (Kind.LOG, True)
-    assert [(message.kind, message.tier) for message in said] == [(Kind.OPENED, 0), (Kind.OPENED, 1)]
-    assert f"protocol 99, expected {wire.PROTOCOL_FORMAT}" in wire.decode_event(said[0]).error
+    (_, line), *said = messages(ours)
+    assert isinstance(line, LogLine)
+    assert "restart the engine" in line.text
+    assert [(type(message), tier) for tier, message in said] == [(Opened, 0), (Opened, 1)]
+    assert f"protocol 99, expected {wire.PROTOCOL_FORMAT}" in said[0][1].error
     assert process.wait(30) == 1
 
 
@@ -105,15 +108,15 @@ def test_a_host_that_cannot_map_the_region_says_so_and_ends(host):
     process, ours = host()
     region = {"map_bytes": 1 << 62, "nbytes": 1 << 62, "row_stride": 4096}
     ours.sendall(hello(region=region, tiers=[{"name": "cache"}]))
-    line, said = messages(ours)
-    assert line.kind == Kind.LOG
-    assert "cannot map" in wire.decode_event(said).error
+    (_, line), (_, said) = messages(ours)
+    assert isinstance(line, LogLine)
+    assert "cannot map" in said.error
     assert process.wait(30) == 1
 
 
 def test_a_host_closes_within_its_time_and_without_a_word_on_stderr(host):
     process, ours = host()
-    ours.sendall(hello() + wire.encode_close(0, 5.0))
+    ours.sendall(hello() + wire.encode(0, Close(5.0)))
     assert process.wait(30) == 0
     assert process.stderr.read() == b""
 

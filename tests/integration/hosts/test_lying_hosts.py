@@ -1,5 +1,6 @@
 """A host that does not keep to the protocol is killed; its jobs fail, its rows come free, and an honest one follows."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,11 @@ def test_a_host_that_reports_a_job_twice_is_ended(liar, machine, log):
 
 @pytest.mark.parametrize("lie", ["flood_log", "flood_figures", "flood_opened"])
 def test_a_flood_ends_the_host_and_does_not_fill_the_engine(liar, machine, log, lie):
+    begin = time.monotonic()
     engine = liar(lie)
     engine.until(lambda: log.lines("it floods the engine"), "its end")
     assert len(engine.group()._hosts[0].backend._events) < 5000
-    assert len(log.lines("flood flood")) < 1000
+    assert len(log.lines("flood flood")) <= 500 + 200 * (time.monotonic() - begin), "what a host may send unasked"
     honest_again(engine, machine)
 
 

@@ -33,11 +33,27 @@ from kvtiers.host import wire
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.malloc import give_back
-from kvtiers.host.messages import Event, JobDone, JobStarted, Opened
+from kvtiers.host.messages import (
+    Abandon,
+    Close,
+    Event,
+    Hello,
+    JobDone,
+    JobStarted,
+    Limits,
+    LogLine,
+    Names,
+    Opened,
+    Probe,
+    Release,
+    Request,
+    Stats,
+    StoreJob,
+)
 from kvtiers.host.sender import HostSender, send_logs
 from kvtiers.host.transfer import mover_options
 from kvtiers.host.transfer_pool import TransferPool
-from kvtiers.host.wire import Frame, FrameReader, Kind, ProtocolError
+from kvtiers.host.wire import FrameReader, ProtocolError
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
@@ -91,8 +107,8 @@ class TierHost:
         self._writer.start()
         while data := self._receive():
             reader.feed(data)
-            for message in reader.frames(1 << 30):
-                self._take(message)
+            for tier, message in reader.frames(1 << 30):
+                self._take(tier, wire.decode_request(message))
         os._exit(0)  # the engine is gone: nothing in flight matters any more
 
     def _receive(self) -> bytes:
@@ -101,28 +117,24 @@ class TierHost:
         except OSError:
             return b""
 
-    def _take(self, message: Frame) -> None:
-        kind, tier, body = message
-        match kind:
-            case Kind.HELLO:
-                self._hello(json.loads(bytes(body)))
-            case Kind.JOB:
-                self._pools[tier].submit(wire.decode_job(body))
-            case Kind.PROBE:
-                probe_id, keys, is_prefix = wire.decode_probe(body)
+    def _take(self, tier: int, message: Request) -> None:
+        match message:
+            case StoreJob():
+                self._pools[tier].submit(message)
+            case Probe(probe_id, keys, is_prefix):
                 self._pools[tier].probe(probe_id, keys, is_prefix=is_prefix)
-            case Kind.NAMES:
-                self._pools[tier].set_names(wire.decode_names(body))
-            case Kind.ABANDON:
-                self._pools[tier].abandon(wire.decode_id(body))
-            case Kind.RELEASE:
-                self._pools[tier].release(wire.decode_id(body))
-            case Kind.LIMITS:
-                self._pools[tier].set_limits(wire.decode_limits(body))
-            case Kind.CLOSE:
-                self._close(wire.decode_close(body))
-            case _:
-                raise ProtocolError(f"a message of kind {kind}, which is not for a host")
+            case Names(prefix, layout_id):
+                self._pools[tier].set_names(StorageNames(prefix, layout_id))
+            case Abandon(job_id):
+                self._pools[tier].abandon(job_id)
+            case Release(job_id):
+                self._pools[tier].release(job_id)
+            case Limits():
+                self._pools[tier].set_limits(message)
+            case Hello(document):
+                self._hello(json.loads(document))
+            case Close(seconds):
+                self._close(seconds)
 
     def _hello(self, hello: dict[str, Any]) -> None:
         tiers = hello["tiers"]
@@ -214,7 +226,7 @@ class TierHost:
         )
 
     def _emit(self, tier: int, event: Event) -> None:
-        message = wire.encode_event(tier, event)
+        message = wire.encode(tier, event)
         match event:
             case JobStarted(job_id):
                 self._writer.post_start(tier, job_id, message)
@@ -224,7 +236,7 @@ class TierHost:
                 self._writer.post(message)
 
     def _send_line(self, tier: int, level: int, text: str) -> bool:
-        return self._writer.post_line(wire.encode_log(tier, level, text))
+        return self._writer.post_line(wire.encode(tier, LogLine(level, text)))
 
     def _figures(self) -> Iterator[bytes]:
         """Return a message for each tier whose figures have changed."""
@@ -232,7 +244,7 @@ class TierHost:
             figures = pool.stats()
             if figures != self._reported.get(index):
                 self._reported[index] = figures
-                yield wire.encode_stats(index, figures)
+                yield wire.encode(index, Stats(figures))
 
     def _check_kept(self) -> bool:
         kept = [pool.check_kept() for pool in self._pools]  # all of them are to look, whatever the first one says

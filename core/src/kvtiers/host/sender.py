@@ -160,7 +160,7 @@ class _LogSender(logging.Handler):
             text = self.format(record)[:_LONGEST_LINE]
             if self._dropped:
                 text += f" ({self._dropped} lines before this one were dropped)"
-            level = min(record.levelno, SAY_ONCE - 1) | (SAY_ONCE if getattr(record, "once", False) else 0)
+            level = max(0, min(record.levelno, SAY_ONCE - 1)) | (SAY_ONCE if getattr(record, "once", False) else 0)
             about = "" if text.startswith(f"{names}: ") else f"{names}: "  # as lines of core's own do already
             if self._send(tier, level, about + text):
                 self._dropped = 0

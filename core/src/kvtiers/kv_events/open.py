@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["event_publisher", "missing_libraries"]
 
-_LIBRARIES = {"zmq": "pyzmq", "msgspec": "msgspec"}
-
 
 def missing_libraries() -> str:
     """Return what is not installed that KV events take, and what to do, in one line; "" if nothing is missing."""
-    missing = [package for module, package in _LIBRARIES.items() if find_spec(module) is None]
-    return f"events: needs {' and '.join(missing)}: pip install 'kvtiers[events]'" if missing else ""
+    return "" if find_spec("zmq") else "events: needs pyzmq: pip install 'kvtiers[events]'"
 
 
 def event_publisher(config: OffloadConfig, groups: Sequence[GroupFacts], rank: int = 0) -> "EventPublisher | None":

@@ -13,14 +13,18 @@ from collections.abc import Sequence
 from kvtiers.api import OffloadKey
 from kvtiers.host import wire
 from kvtiers.host.messages import (
+    Abandon,
     Event,
     JobDone,
     JobFailed,
     JobReleased,
     JobStarted,
     Limits,
+    Names,
     Opened,
+    Probe,
     Probed,
+    Release,
     Status,
 )
 from kvtiers.host.wire import ProtocolError
@@ -105,7 +109,7 @@ class HostClient:
     def send_job(self, part: JobPart) -> bool:
         """Send a job, or a part of it."""
         job = part.message
-        message = wire.encode_job(self._index, job)
+        message = wire.encode(self._index, job)
         with self._link.lock:  # a thread that polls meanwhile finds the job, and may end it
             if not self._link.send(message):
                 return False
@@ -116,7 +120,7 @@ class HostClient:
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
         """Send a question."""
-        message = wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)
+        message = wire.encode(self._index, Probe(probe_id, keys, is_prefix))
         with self._link.lock:
             if not self._link.send(message):
                 return False
@@ -126,18 +130,18 @@ class HostClient:
     def set_names(self, names: StorageNames) -> None:
         """Send other names, in order with the jobs; a host that is not there gets them when it is."""
         self.names = names
-        if self._link.connected and not self._link.send(wire.encode_names(self._index, names)):
+        if self._link.connected and not self._link.send(wire.encode(self._index, Names(names.prefix, names.layout_id))):
             self._link.kill("it cannot be sent the names of the new weights, since it does not read")
 
     def set_limits(self, limits: Limits) -> None:
         """Send other limits; a host that is not there gets them when it is, and one that does not read may go on."""
         self.limits = limits
-        self._link.send(wire.encode_limits(self._index, limits))
+        self._link.send(wire.encode(self._index, limits))
 
     def abandon(self, job_id: int) -> None:
         """Drop the job if it has not begun; kill the host if it does not end the job in time."""
         if self._part(job_id) is not None and self._link.connected:
-            self._link.send(wire.encode_abandon(self._index, job_id))
+            self._link.send(wire.encode(self._index, Abandon(job_id)))
             self._kill_unless_done(job_id)
 
     def expect_end(self) -> None:
@@ -148,7 +152,7 @@ class HostClient:
         """Detach a load from its rows, if the host can."""
         with self._link.lock:
             part = self._part(job_id)
-            if part is not None and self._link.send(wire.encode_release(self._index, job_id)):
+            if part is not None and self._link.send(wire.encode(self._index, Release(job_id))):
                 part.to_release = True
 
     def flush(self) -> None:

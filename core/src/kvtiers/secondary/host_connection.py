@@ -22,8 +22,8 @@ import time
 from typing import Protocol
 
 from kvtiers.host import wire
-from kvtiers.host.messages import Event, Limits
-from kvtiers.host.wire import MAX_EVENT_BYTES, Frame, FrameReader, Kind, ProtocolError
+from kvtiers.host.messages import Close, Event, Limits, LogLine, Names, Opened, Report, Stats
+from kvtiers.host.wire import MAX_REPORT_BYTES, FrameReader, ProtocolError
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.memfd import detach_in_children
 from kvtiers.secondary.log_thread import LogThread
@@ -36,7 +36,6 @@ _FRAMES_PER_POLL = 1024
 _BYTES_AT_ONCE = 1 << 16  # the allocator would map a larger buffer for each read
 _UNASKED_AT_FIRST, _UNASKED_PER_SECOND = 500, 200  # messages that answer nothing; a host sends a quarter of it
 _LAST_SECONDS = 1.0  # for a host that has closed its connection to end by itself
-_UNASKED = frozenset({Kind.LOG, Kind.STATS, Kind.OPENED})
 
 
 class LinkedTier(Protocol):
@@ -78,7 +77,7 @@ class HostConnection:
         """The life that jobs are sent to, also when it is lost, until it has been reaped."""
         self._lost = False
         self.lock = threading.RLock()
-        self._reader = FrameReader(MAX_EVENT_BYTES)
+        self._reader = FrameReader(MAX_REPORT_BYTES)
         self._incoming = select.poll()
         self.outbox = bytearray()
         """What the socket has not taken yet."""
@@ -152,7 +151,7 @@ class HostConnection:
             if self.life is not None and not self.life.has_reported:
                 self.launcher.discard(self.life)
             else:
-                self.send(wire.encode_close(0, seconds))
+                self.send(wire.encode(0, Close(seconds)))
                 self.flush()
 
     def detach(self) -> None:
@@ -163,14 +162,14 @@ class HostConnection:
     def _connect(self, life: HostLife) -> None:
         self.life = life
         self._lost = False
-        self._reader = FrameReader(MAX_EVENT_BYTES)
+        self._reader = FrameReader(MAX_REPORT_BYTES)
         self._incoming = select.poll()
         self._incoming.register(life.connection, select.POLLIN)
         self._unasked = 0
         for index, tier in enumerate(self.tiers):  # they may have changed since its HELLO
-            self.send(wire.encode_names(index, tier.names))
+            self.send(wire.encode(index, Names(tier.names.prefix, tier.names.layout_id)))
             if tier.limits is not None:
-                self.send(wire.encode_limits(index, tier.limits))
+                self.send(wire.encode(index, tier.limits))
             tier.on_started(life)
         if self._ending:
             self.launcher.discard(life)
@@ -206,23 +205,23 @@ class HostConnection:
 
     def _take_frames(self, most: int) -> int:
         frames = self._reader.frames(most)
-        for message in frames:
-            self._take(message)
+        for tier, message in frames:
+            self._take(tier, wire.decode_report(message))
         return len(frames)
 
-    def _take(self, message: Frame) -> None:
-        if message.tier >= len(self.tiers):
-            raise ProtocolError(f"a message of tier {message.tier}, of {len(self.tiers)}")
-        tier = self.tiers[message.tier]
-        if message.kind in _UNASKED:
+    def _take(self, index: int, report: Report) -> None:
+        if index >= len(self.tiers):
+            raise ProtocolError(f"a message of tier {index}, of {len(self.tiers)}")
+        tier = self.tiers[index]
+        if isinstance(report, LogLine | Stats | Opened):
             self._count_unasked()
-            if message.kind == Kind.LOG:
-                self.logs.post(*wire.decode_log(message.body))
-                return
-            if message.kind == Kind.STATS:
-                tier.take_stats(wire.decode_stats(message.body))
-                return
-        tier.take(wire.decode_event(message))
+        match report:
+            case LogLine(level, text):
+                self.logs.post(level, text)
+            case Stats(figures):
+                tier.take_stats(figures)
+            case _:
+                tier.take(report)
 
     def _count_unasked(self) -> None:
         self._unasked += 1

@@ -1,5 +1,6 @@
 """The placement of tiers in tier hosts: which hosts each tier has, and the HELLO message of each host."""
 
+import json
 import logging
 import math
 import select
@@ -12,7 +13,8 @@ from kvtiers._version import __version__
 from kvtiers.api import TierConfig
 from kvtiers.api.config import dump_resolved
 from kvtiers.encryption.config import EncryptionConfig, dump_sources, encryption_of
-from kvtiers.host.wire import PROTOCOL_FORMAT, encode_hello
+from kvtiers.host.messages import Hello
+from kvtiers.host.wire import PROTOCOL_FORMAT, encode
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.limits import usable_processors
@@ -189,16 +191,15 @@ class TierHosts:
             }
             for config in members
         ]
-        return encode_hello(
-            {
-                "protocol": PROTOCOL_FORMAT,
-                "release": __version__,
-                "log_level": _log.getEffectiveLevel(),
-                "cpus": sorted({cpu for config in members for cpu in config.cpus}),
-                "region": mapped,
-                "tiers": tiers,
-            }
-        )
+        hello = {
+            "protocol": PROTOCOL_FORMAT,
+            "release": __version__,
+            "log_level": _log.getEffectiveLevel(),
+            "cpus": sorted({cpu for config in members for cpu in config.cpus}),
+            "region": mapped,
+            "tiers": tiers,
+        }
+        return encode(0, Hello(json.dumps(hello)))
 
     def _key_sources(self, config: TierConfig) -> dict[str, Any]:
         encryption = encryption_of(config, self._encryption)

@@ -8,6 +8,7 @@ import pytest
 from tests.unit.secondary.host_connection.scripted_host import Host
 
 from kvtiers.host import wire
+from kvtiers.host.messages import Hello
 from kvtiers.secondary.host_client import HostClient
 from kvtiers.secondary.host_connection import HostConnection
 from kvtiers.secondary.log_thread import LogThread
@@ -28,7 +29,7 @@ def ends(kit, monkeypatch):
     monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
     logs = LogThread()
     launcher = HostLauncher(0, logs.post)
-    process = HostProcess("test", lambda: wire.encode_hello({"protocol": 1}))
+    process = HostProcess("test", lambda: wire.encode(0, Hello("{}")))
     link = HostConnection(launcher, process, logs)
     tiers = [HostClient(link, kit.NAMES, deadline=kit.PATIENCE, grace=grace) for grace in (0.05, kit.PATIENCE)]
     launcher.start(process)

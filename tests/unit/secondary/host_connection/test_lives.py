@@ -7,8 +7,7 @@ import pytest
 from tests.unit.secondary.host_connection.scripted_host import load, overdue, store
 
 from kvtiers.host import wire
-from kvtiers.host.messages import JobDone, JobFailed, Opened, Probed, Status
-from kvtiers.host.wire import Kind
+from kvtiers.host.messages import Abandon, Close, JobDone, JobFailed, Opened, Probed, Status, StoreJob
 from kvtiers.secondary import host_connection
 
 DONE, FAILED = Status.DONE, Status.FAILED
@@ -85,7 +84,7 @@ def test_an_engine_that_was_idle_does_not_have_a_host_killed_for_what_it_has_not
     assert ends.processes[0].returncode is None
 
 
-@pytest.mark.parametrize("said", [b"", wire.encode_event(0, Opened())[:-1]], ids=["nothing", "half a message"])
+@pytest.mark.parametrize("said", [b"", wire.encode(0, Opened())[:-1]], ids=["nothing", "half a message"])
 def test_an_engine_that_listens_again_has_a_host_killed_that_did_not_end_its_job(ends, kit, keys, log_lines, said):
     tier = ends.tiers[0]
     tier.send_job(load(1, keys))
@@ -146,9 +145,7 @@ def test_what_was_meant_for_one_life_does_not_reach_the_next(ends, kit, keys):
     kit.wait_until(lambda: tier.poll() is None or ends.link.connected, "its connection")
     tier.flush()
     assert not [reason for reason in ends.link.life.kill_at if reason.startswith("job")]
-    kinds = [message.kind for message in ends.hosts[1].heard()]
-    assert Kind.JOB not in kinds
-    assert Kind.ABANDON not in kinds
+    assert not [message for _, message in ends.hosts[1].heard() if isinstance(message, StoreJob | Abandon)]
 
 
 def test_lives_that_an_idle_engine_never_polled_leave_no_descriptor(ends, kit):
@@ -218,7 +215,7 @@ def test_an_end_is_reported_once(ends):
     ends.link.end(1.5)
     ends.link.end(9.0)
     heard = ends.hosts[0].heard()
-    assert [wire.decode_close(message.body) for message in heard if message.kind == Kind.CLOSE] == [1.5]
+    assert [message.seconds for _, message in heard if isinstance(message, Close)] == [1.5]
 
 
 @pytest.mark.parametrize("was_connected", [True, False])
@@ -229,7 +226,7 @@ def test_a_host_that_has_not_said_a_word_is_ended_without_one(ends, kit, was_con
     ends.link.end(1.5)
     kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.process.life is None, "it is reaped")
     assert len(ends.processes) == (1 if was_connected else 2)
-    assert not [message for message in ends.hosts[-1].heard() if message.kind == Kind.CLOSE]
+    assert not [message for _, message in ends.hosts[-1].heard() if isinstance(message, Close)]
 
 
 def test_a_host_that_was_asked_to_end_is_not_started_again(ends, kit):

@@ -3,9 +3,7 @@
 import pytest
 from tests.unit.secondary.host_connection.scripted_host import load
 
-from kvtiers.host import wire
-from kvtiers.host.messages import Opened, Status
-from kvtiers.host.wire import Kind
+from kvtiers.host.messages import Names, Opened, Status
 from kvtiers.secondary import host_connection
 
 DONE, FAILED = Status.DONE, Status.FAILED
@@ -20,16 +18,16 @@ def test_a_host_hears_hello_then_its_names_then_jobs_and_questions_in_order(ends
     tier.abandon(1)
     tier.flush()
     heard = ends.hosts[0].heard()
-    assert [(Kind(message.kind).name, message.tier) for message in heard] == [
-        ("HELLO", 0),
-        ("NAMES", 0),
-        ("NAMES", 1),
-        ("JOB", 1),
-        ("NAMES", 1),
-        ("PROBE", 1),
-        ("ABANDON", 1),
+    assert [(type(message).__name__, tier) for tier, message in heard] == [
+        ("Hello", 0),
+        ("Names", 0),
+        ("Names", 1),
+        ("StoreJob", 1),
+        ("Names", 1),
+        ("Probe", 1),
+        ("Abandon", 1),
     ]
-    assert wire.decode_names(heard[4].body) == other
+    assert heard[4] == (1, Names(other.prefix, other.layout_id))
 
 
 def test_a_host_that_does_not_read_fills_the_outbox_and_then_nothing_is_taken(ends, keys, monkeypatch):
@@ -61,8 +59,8 @@ def test_after_a_death_the_next_life_gets_the_names_of_now(ends, kit, keys):
     ends.tiers[0].set_names(other)
     kit.wait_until(lambda: ends.tiers[0].poll() or ends.link.connected, "the next life")
     ends.link.flush()
-    names = [wire.decode_names(message.body) for message in ends.hosts[1].heard() if message.kind == Kind.NAMES]
-    assert names == [other, kit.NAMES]
+    names = [message.prefix for _, message in ends.hosts[1].heard() if isinstance(message, Names)]
+    assert names == [other.prefix, kit.NAMES.prefix]
 
 
 @pytest.mark.parametrize("remembered", ["parts", "_probes"])

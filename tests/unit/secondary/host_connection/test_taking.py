@@ -11,8 +11,7 @@ import pytest
 from tests.unit.secondary.host_connection.scripted_host import load, store
 
 from kvtiers.host import wire
-from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
-from kvtiers.host.wire import Kind, frame
+from kvtiers.host.messages import Abandon, JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
 from kvtiers.secondary import host_client, host_connection
 
 DONE, FAILED = Status.DONE, Status.FAILED
@@ -145,7 +144,7 @@ def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):
         if number % 1000 == 0:
             tier.flush()
             ends.hosts[0].heard()
-    message = [wire.encode_event(0, JobDone(number, bytes([DONE]), 1, 0.1)) for number in range(count)]
+    message = [wire.encode(0, JobDone(number, bytes([DONE]), 1, 0.1)) for number in range(count)]
     events = []
     for at in range(0, count, 512):
         ends.hosts[0].send(*message[at : at + 512])
@@ -159,16 +158,15 @@ def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):
 ABOUT_NOTHING = {
     "garbage": b"\xff" * 100,
     "a message of two gigabytes": (2**31).to_bytes(4, "little") + bytes(10),
-    "a tier that is not there": wire.encode_event(7, Opened()),
-    "a message of the engine's": frame(Kind.JOB, 0, bytes(30)),
-    "an unknown kind": frame(200, 0, b"?"),
-    "figures that are none": frame(Kind.STATS, 0, b"[[[["),
-    "a log line without a level": frame(Kind.LOG, 0),
-    "a result of no job": wire.encode_event(0, JobDone(99, b"\x01", 0, 0.1)),
-    "the start of no job": wire.encode_event(0, JobStarted(99)),
-    "the failure of no job": wire.encode_event(0, JobFailed(99, "?")),
-    "an answer to no question": wire.encode_event(0, Probed(99, b"")),
-    "rows released that were not in use": wire.encode_event(0, JobReleased(1)),
+    "a tier that is not there": wire.encode(7, Opened()),
+    "a message of the engine's": wire.encode(0, Abandon(1)),
+    "an unknown kind": (2).to_bytes(4, "little") + b"\0\0\x91\x7f",
+    "figures that are none": (2).to_bytes(4, "little") + b"\0\0\x91\x45",
+    "a result of no job": wire.encode(0, JobDone(99, b"\x01", 0, 0.1)),
+    "the start of no job": wire.encode(0, JobStarted(99)),
+    "the failure of no job": wire.encode(0, JobFailed(99, "?")),
+    "an answer to no question": wire.encode(0, Probed(99, b"")),
+    "rows released that were not in use": wire.encode(0, JobReleased(1)),
 }
 
 
