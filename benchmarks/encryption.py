@@ -107,10 +107,9 @@ def names_per_second(folder: Path, rounds: int) -> dict[str, float]:
     listed, unlisted = KeyRing(open_keys(config, "bench").current, tenants=tenants), open_keys(config, "bench")
     for tenant, ring in own.items():
         listed.add(tenant, ring)
-    reader = FirstUseKeys(config, "bench", unlisted, "bench", (1.0, 1.0))
+    reader = FirstUseKeys(config, "bench", unlisted, "bench")
     for tenant in tenants:
-        while reader.ring_of([make_offload_key(b"first", 0, tenant)]).missing & {tenant}:
-            pass
+        reader.ring_of([make_offload_key(b"first", 0, tenant)])
     rings: dict[str, Callable[[Sequence[OffloadKey]], Sequence[StorageNames]]] = {
         "plain": lambda _keys: [NAMES],
         "keyed": lambda _keys: KeyedNames.of_ring(NAMES, listed),
@@ -126,7 +125,6 @@ def names_per_second(folder: Path, rounds: int) -> dict[str, float]:
             begin = time.perf_counter()
             names_of(keys)[0].names(keys)
             taken.setdefault(what, []).append(time.perf_counter() - begin)
-    reader.close()
     return made | {what: 2000 / statistics.median(times) for what, times in taken.items()}
 
 

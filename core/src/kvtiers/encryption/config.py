@@ -75,12 +75,14 @@ class KeySource(StrictModel):
 
     def of_tenant(self, tenant: str) -> "KeySource":
         """Return the source of one tenant of those that ``"*"`` stands for; the name is one that may stand in names."""
-        return self if self.file is None else self.model_copy(update={"file": self.file.replace(_NAME, tenant)})
+        assert self.file is not None, "'*' has files alone"
+        return self.model_copy(update={"file": self.file.replace(_NAME, tenant)})
 
     @property
-    def folder(self) -> Path | None:
-        """The folder that has the files of all tenants, or their folders; None: they are from elsewhere."""
-        return None if self.file is None else Path(self.file.partition(_NAME)[0] + "_").parent
+    def folder(self) -> Path:
+        """The folder that has the files of all tenants, or their folders, of a source that ``"*"`` has."""
+        assert self.file is not None, "'*' has files alone"
+        return Path(self.file.partition(_NAME)[0] + "_").parent
 
 
 class TenantKeys(StrictModel):
@@ -113,7 +115,7 @@ class EncryptionConfig(TenantKeys):
     tenants: dict[str, TenantKeys] = Field(
         default_factory=dict,
         description="tenants with keys of their own, each as here: 'key', and 'previous' while it is rotated; '*': of "
-        "each other tenant, with '{tenant}' in the path of a file",
+        "each other tenant: a file, with '{tenant}' in its path",
     )
 
     @field_validator("tenants", mode="before")
@@ -131,10 +133,8 @@ class EncryptionConfig(TenantKeys):
     def _differ(cls, tenants: dict[str, TenantKeys]) -> dict[str, TenantKeys]:
         others = tenants.get(EACH_OTHER_TENANT)
         for source in () if others is None else (others.key, others.previous):
-            if source is not None and source.command is None and _NAME not in (source.file or ""):
-                raise ValueError(
-                    f"'*': expected a file with {_NAME!r} in its path, or a command: each tenant has its own"
-                )
+            if source is not None and _NAME not in (source.file or ""):
+                raise ValueError(f"'*': expected a file with {_NAME!r} in its path: each tenant has its own")
         return tenants
 
     def of(self, tenant: str) -> TenantKeys:

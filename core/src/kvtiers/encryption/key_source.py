@@ -78,7 +78,7 @@ def check_sources(config: EncryptionConfig) -> list[str]:
     for tenant in ("", *config.listed):
         problems += _problems_of(config, tenant)
     for where, source in _sources(config, EACH_OTHER_TENANT) if config.others_have_own else ():
-        if source.folder is not None and not source.folder.is_dir():
+        if not source.folder.is_dir():
             problems.append(f"{where}.file: there is no folder {str(source.folder)!r}")
     return problems
 

@@ -110,9 +110,8 @@ class StoreOpener:
 
     def close(self) -> None:
         """Read no further key."""
-        for reader in (self._tenant_keys, self._first_use):
-            if reader is not None:
-                reader.close()
+        if self._tenant_keys is not None:
+            self._tenant_keys.close()
 
     def _open_keys(self, namespace: str) -> tuple[KeyRing | None, str]:
         """Read the keys, if values are encrypted; return why they cannot be had, if so."""
@@ -137,7 +136,7 @@ class StoreOpener:
         reader = TenantKeyReader(encryption, namespace, keys, self._label, self._pauses)
         self._tenant_keys = reader
         if encryption.others_have_own:
-            self._first_use = FirstUseKeys(encryption, namespace, keys, self._label, self._pauses)
+            self._first_use = FirstUseKeys(encryption, namespace, keys, self._label)
         if self._stop.is_set():  # ``close`` may not have seen them
             self.close()
         reader.read()
