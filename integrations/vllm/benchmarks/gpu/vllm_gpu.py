@@ -9,6 +9,7 @@ measured here; those of the burst, the restart and the store are fixed seconds, 
     python vllm_gpu.py --model FOLDER                 all of it, some 25 minutes
     python vllm_gpu.py --model FOLDER --quick         the scenes that have goals, some 8 minutes
     python vllm_gpu.py --page RESULTS.json out.html   the page with plots of earlier runs
+    python vllm_gpu.py --figure RESULTS.json out.svg  README's figure, of the restarts in the file's first call
 
 FOLDER holds a `config.json`; no weights, no tokenizer (`llama-8b-shape/` beside this). Stores are made in `--stores` (a
 memory-backed folder stands for a page cache, a disk for a disk) and are removed. Results are written after each engine,
@@ -330,6 +331,45 @@ def charts(results: list[dict[str, Any]]) -> list[str]:
     return [bars(rows, title) for title, rows in wanted if len(rows) > 1]
 
 
+def restarts_figure(results: list[dict[str, Any]]) -> str:
+    """Return README's figure as SVG: first tokens of a burst over time, after restarts of two engines."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "kvtiers"  # the same file each time
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, facecolor="white")
+    colours = {"stack_fs": "#1f77b4", "tiering_fs": "#d95f02"}
+    said: set[str] = set()
+    start: dict[str, float] = {}
+    for one in results:
+        mode = one["mode"]
+        if one["scene"] == "start":
+            start[mode] = one["s"]
+        elif one["scene"] == "restart":
+            times = sorted(one["burst"]["first_s"])
+            label = LABELS[mode] if mode not in said else None
+            said.add(mode)
+            for panel, after in zip(axes, (0.0, start[mode]), strict=True):
+                panel.plot([after + at for at in times], range(1, len(times) + 1), color=colours[mode], label=label)
+        elif one["scene"] == "burst" and mode == "stack_fs":
+            times = sorted(one["cold"]["first_s"])
+            axes[0].plot(times, range(1, len(times) + 1), color="0.6", label="computed")
+    for panel, title in zip(axes, ("after the first request", "after the engine is started"), strict=True):
+        panel.set_xlim(0)
+        panel.set_xlabel(f"seconds {title}")
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(0, 25, 8))
+    axes[0].set_ylabel("prompts with a first token")
+    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.tight_layout()
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return out.getvalue().partition("<svg")[1] + out.getvalue().partition("<svg")[2]
+
+
 def page(runs: list[dict[str, Any]]) -> str:
     """Return the page: of each run the machine, the goals, the charts."""
     return (
@@ -362,6 +402,16 @@ def section(found: dict[str, Any]) -> str:
     )
 
 
+def draw(options: argparse.Namespace) -> None:
+    """Write what the options ask for of earlier runs."""
+    if options.figure:
+        results, out = map(Path, options.figure)
+        out.write_text(restarts_figure(runs_in(results)[0]["results"]), encoding="utf-8")
+    else:
+        *files, out = map(Path, options.page)
+        out.write_text(page([run for path in files for run in runs_in(path)]), encoding="utf-8")
+
+
 def main() -> None:
     """Run the engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -378,10 +428,10 @@ def main() -> None:
     parser.add_argument(
         "--page", nargs="+", metavar="FILE", help="make a page of earlier runs' results; the last: its name"
     )
+    parser.add_argument("--figure", nargs=2, metavar="FILE", help="draw README's figure of an earlier run's restarts")
     options = parser.parse_args()
-    if options.page:
-        *results, out = map(Path, options.page)
-        Path(out).write_text(page([run for path in results for run in runs_in(path)]), encoding="utf-8")
+    if options.figure or options.page:
+        draw(options)
         return
     if not options.model:
         parser.error("--model is needed")
