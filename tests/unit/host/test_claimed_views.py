@@ -16,7 +16,7 @@ from kvtiers.host import claimed_views, transfer
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import JobDone, Status, StoreJob
 from kvtiers.host.transfer import MoverOptions, ValueMover
-from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.host.transfer_pool import PoolOptions, TransferPool
 from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
@@ -373,12 +373,8 @@ def test_a_part_that_is_kept_for_a_moment_holds_off_the_calls_end_until_its_job_
         lambda: store,
         bench.views,
         NAMES,
-        MoverOptions([(PAYLOAD, VALUE)]),
-        threads=1,
-        deadline=60.0,
-        reopen=(1.0, 1.0),
-        emit=lambda event: events.append((event, bench.is_locked(ROWS))),
-        label="test",
+        PoolOptions(MoverOptions([(PAYLOAD, VALUE)]), "test", 1, 60.0, (1.0, 1.0)),
+        lambda event: events.append((event, bench.is_locked(ROWS))),
         claimed=ClaimedViews(bench.table, VALUE),
     )
     bench.open(in_place=True)

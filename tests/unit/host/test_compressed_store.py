@@ -15,7 +15,7 @@ from kvtiers.api import ConfigError, StoreContractError, make_offload_key
 from kvtiers.host.compressed_store import CompressedStore, compressed_store
 from kvtiers.host.messages import Opened, Status
 from kvtiers.host.transfer import MoverOptions, ValueMover
-from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.host.transfer_pool import PoolOptions, TransferPool
 from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.compressed_value import ValueCompressor, is_compressed
@@ -269,8 +269,8 @@ def test_a_store_that_cannot_read_any_length_is_refused_with_one_line_when_it_is
         opened.set()
 
     views = Rows().views
-    options = MoverOptions([(PAYLOAD, VALUE)], compression="zstd")
-    pool = TransferPool(DictStore, views, NAMES, options, threads=1, deadline=9, reopen=(9, 9), emit=emit, label="test")
+    options = PoolOptions(MoverOptions([(PAYLOAD, VALUE)], compression="zstd"), "test", 1, 9.0, (9.0, 9.0))
+    pool = TransferPool(DictStore, views, NAMES, options, emit)
     try:
         assert opened.wait(30)
         [event] = events

@@ -14,7 +14,7 @@ from kvtiers.api import ChunkStore, StoreFull, TierConfig, make_offload_key
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover
-from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.host.transfer_pool import PoolOptions, TransferPool
 from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
@@ -241,12 +241,8 @@ def kit():
             open_store,
             rows.views,
             NAMES,
-            MoverOptions([(PAYLOAD, VALUE)], **options),
-            threads=threads,
-            deadline=deadline,
-            reopen=reopen,
-            emit=events,
-            label="test",
+            PoolOptions(MoverOptions([(PAYLOAD, VALUE)], **options), "test", threads, deadline, reopen),
+            events,
             encryption=encryption and EncryptionConfig.model_validate(encryption),
         )
         pools.append((made, store))

@@ -51,8 +51,7 @@ from kvtiers.host.messages import (
     StoreJob,
 )
 from kvtiers.host.sender import HostSender, send_logs
-from kvtiers.host.transfer import mover_options
-from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.host.transfer_pool import PoolOptions, TransferPool
 from kvtiers.host.wire import FrameReader, ProtocolError
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
@@ -205,21 +204,13 @@ class TierHost:
             region=memory,
             row_stride=row_stride,
         )
+        sizes = [(payload, value) for payload, value in tier["sizes"]]
         return TransferPool(
             _opener(common.type, options, context),
             views,
             StorageNames(tier["prefix"], bytes.fromhex(tier["layout_id"])),
-            mover_options(
-                common,
-                [(payload, value) for payload, value in tier["sizes"]],
-                *([os.sched_yield] if nice else []),
-            ),
-            threads=common.threads,
-            store_threads=None if common.store_threads == "auto" else common.store_threads,
-            deadline=common.deadline,
-            reopen=(common.breaker.delay, common.breaker.max_delay),
-            emit=partial(self._emit, index),
-            label=tier["name"],
+            PoolOptions.of(common, sizes, os.sched_yield if nice else None),
+            partial(self._emit, index),
             described=Described(tier["prefix"], tier["layout"]) if tier["layout"] else None,
             claimed=claimed,
             encryption=load_sources(tier["encryption"]) if "encryption" in tier else None,

@@ -21,10 +21,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvtiers._failures import logged_boundary
-from kvtiers.api import ChunkStore, OffloadKey, RateLimit
+from kvtiers.api import ChunkStore, OffloadKey, RateLimit, TierConfig
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.layout_record import LayoutRecord
@@ -40,7 +40,7 @@ from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 
-__all__ = ["TransferPool", "mover_options"]
+__all__ = ["PoolOptions", "TransferPool"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _KEPT_SECONDS = 0.05  # how often kept buffers are checked for their release
@@ -48,14 +48,42 @@ _LEAST_CLOSE_SECONDS = 0.1
 _HUNG_SECONDS = 10.0  # of one call of the store, or of its opening
 
 
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """The options of a pool. ``label``: the tier's name, in log lines. ``deadline``: of a job, in seconds.
+
+    ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
+    ``store_threads``: how many of the threads may write at the same time; None: all but one.
+    """
+
+    mover: MoverOptions
+    label: str
+    threads: int
+    deadline: float
+    reopen: tuple[float, float]
+    store_threads: int | None = None
+
+    @classmethod
+    def of(
+        cls, config: TierConfig, sizes: Sequence[tuple[int, int]], give_way: Callable[[], object] | None = None
+    ) -> "PoolOptions":
+        """Return the options that a tier's config gives its pool. ``sizes``, ``give_way``: as in ``MoverOptions``."""
+        return cls(
+            mover_options(config, sizes, *([] if give_way is None else [give_way])),
+            config.tier_name,
+            config.threads,
+            config.deadline,
+            (config.breaker.delay, config.breaker.max_delay),
+            None if config.store_threads == "auto" else config.store_threads,
+        )
+
+
 class TransferPool:
     """Runs a store's I/O. All events go to ``emit``, which may be called from any thread and must not block.
 
     ``described``: what the fingerprint in the names was made from, written to the store with the first value.
-    ``store_threads``: how many of the threads may write at the same time; None: all but one.
     ``claimed``: views of the values in a client's caller's memory. ``encryption``: where the keys come from that values
     are encrypted with; they are read before the store is opened, and again each time that it has to be opened again.
-    ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
     """
 
     def __init__(
@@ -63,35 +91,30 @@ class TransferPool:
         open_store: Callable[[], ChunkStore],
         views: ValueViews,
         names: StorageNames,
-        options: MoverOptions,
-        *,
-        threads: int,
-        deadline: float,
-        reopen: tuple[float, float],
+        options: PoolOptions,
         emit: Callable[[Event], None],
-        label: str,
+        *,
         described: Described | None = None,
-        store_threads: int | None = None,
         claimed: ClaimedViews | None = None,
         encryption: EncryptionConfig | None = None,
     ) -> None:
         self._views = views
         self._claimed = claimed
         self._names = names
-        self._options = options
-        self._threads = threads
-        self._store_threads = store_threads
-        self._deadline = deadline
-        self._reopen = reopen
+        self._options = options.mover
+        self._threads = options.threads
+        self._store_threads = options.store_threads
+        self._deadline = options.deadline
+        self._reopen = options.reopen
         self._emit = emit
-        self._label = label
-        self._record = LayoutRecord(described, label, options.compression)
+        self._label = label = options.label
+        self._record = LayoutRecord(described, label, options.mover.compression)
         self._stop = threading.Event()
         self._opener = StoreOpener(
-            views, self._record, self._stop, label=label, pauses=reopen, claimed=claimed, encryption=encryption
+            views, self._record, self._stop, label=label, pauses=options.reopen, claimed=claimed, encryption=encryption
         )
-        self._queue = TransferQueue(threads, store_threads)
-        self._prober = Prober(deadline, emit, label)
+        self._queue = TransferQueue(options.threads, options.store_threads)
+        self._prober = Prober(options.deadline, emit, label)
         self._kept: list[PoolJob] = []
         self._kept_lock = threading.Lock()
         self._opened: OpenStore | None = None

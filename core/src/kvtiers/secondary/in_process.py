@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from kvtiers.api import ChunkStore, OffloadKey, TierConfig
 from kvtiers.encryption.config import EncryptionConfig, encryption_of
 from kvtiers.host.messages import Event, Limits, Opened
-from kvtiers.host.transfer_pool import TransferPool, mover_options
+from kvtiers.host.transfer_pool import PoolOptions, TransferPool
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
@@ -45,13 +45,8 @@ class InProcessBackend:
             open_store,
             views,
             names,
-            mover_options(config, sizes),
-            threads=config.threads,
-            store_threads=None if config.store_threads == "auto" else config.store_threads,
-            deadline=config.deadline,
-            reopen=(config.breaker.delay, config.breaker.max_delay),
-            emit=self._emit,
-            label=config.tier_name,
+            PoolOptions.of(config, sizes),
+            self._emit,
             described=described,
             encryption=encryption_of(config, encryption),
         )
