@@ -1,14 +1,15 @@
-"""Every command line that documents and ``--help`` print is accepted as printed; sizing, plans and replays are run.
+"""Every command line that documents and ``--help`` print is accepted as printed, and run where that is cheap.
 
-``bench`` has tests of its own. A command that speaks to a running engine is only parsed: this machine may have one. So
-is one for a store, which has none of what the documents speak of.
+``bench`` and ``warm`` have tests of their own. ``ctl`` commands an engine of the test's: this machine may have others.
 """
 
 import gzip
 import json
+import os
 import re
 import shlex
 import shutil
+import threading
 from itertools import chain
 from pathlib import Path
 
@@ -16,20 +17,30 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from kvtiers import open_manager
 from kvtiers.cli.main import cli
+from kvtiers.control_actions import EngineActions
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.status import Troubles, answer_status
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     chain(ROOT.glob("*.md"), ROOT.glob("docs/*.md"), *(ROOT.glob(f"{each}/*.md") for each in ("core", "replay")),
           ROOT.glob("plugins/*/*.md"), ROOT.glob("integrations/*/*.md"))
 )  # fmt: skip
-RUN = ("check", "evaluate", "plan", "replay", "size", "tiers")
-PARSED = ("completion", "store", "ctl", "metrics", "new-tier", "report", "status", "top", "vllm-config", "warm")
+RUN = ("check", "evaluate", "plan", "replay", "size", "store", "tiers")
+TO_AN_ENGINE = ("ctl",)
+PARSED = ("completion", "metrics", "new-tier", "report", "status", "top", "vllm-config", "warm")
+ALL = RUN + TO_AN_ENGINE + PARSED
+SAYS_NO = {
+    "store rekey": "has no two live keys",  # which the reader has who prints it
+}
 FENCED = re.compile(r"^```(?:sh|bash|console|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(kvtiers [^`\n]+)`")
-COMMAND = re.compile(r"^\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(kvtiers (?:" + "|".join(map(re.escape, RUN + PARSED)) + r")\b.*)$")
+COMMAND = re.compile(r"^\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(kvtiers (?:" + "|".join(map(re.escape, ALL)) + r")\b.*)$")
 # Words that stand for something of the reader's own.
-STANDS_FOR = {"TIER": "fs", "NAME": "some", "PID": "1", "5c1a...": "5c1a", "disk": "fs"}
+STANDS_FOR = {"TIER": "fs", "NAME": "some", "PID": "1", "5c1a...": "5c1a", "disk": "fs",
+              "mooncake": "fs"}  # fmt: skip
 FILES = {"--trace": "trace.jsonl", "--log": "requests.jsonl", "--model": "config.json"}
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -53,7 +64,7 @@ def printed():
         yield from ((place, line, True) for block in FENCED.findall(text) for line in lines_of(block))
         yield from ((place, line, False) for found in INLINE.findall(FENCED.sub("", text)) for line in lines_of(found))
     context = click.Context(cli)
-    for name in (*RUN, *PARSED):
+    for name in ALL:
         command = cli.get_command(context, name)
         yield from ((f"{name} --help", line, True) for line in lines_of(command.epilog or ""))
 
@@ -108,6 +119,32 @@ def reader(tmp_path, monkeypatch):
     return tmp_path
 
 
+def about(_tier, _figures):
+    return {"off": "", "shared": True, "tokens": 0}
+
+
+@pytest.fixture
+def engine(reader):
+    """An engine with the reader's config, that steps and is commanded as vLLM's is; its options of each command."""
+    layout = CacheLayout(ModelIdentity("some", weights="w"), (KVGroup("all", 16),), (KVTensor("t", 0, 4096),))
+    manager, over = open_manager(str(reader / "tiers.yaml"), layout), threading.Event()
+
+    def steps():
+        while not over.wait(0.005):
+            with manager.lock:
+                manager.on_schedule_end()
+
+    stepping = threading.Thread(target=steps)
+    stepping.start()
+    actions = EngineActions(manager, "some").actions()
+    answering = answer_status("test", "some", Troubles(["fs"]), manager.stats, about, actions=actions)
+    yield ["--engine", str(os.getpid())]
+    answering.close()
+    over.set()
+    stepping.join(60)
+    manager.shutdown()
+
+
 def parse(arguments):
     """Parse a command line, down to its last subcommand, and run nothing. Raises click.UsageError."""
     command, context = cli, click.Context(cli, info_name="kvtiers")
@@ -122,13 +159,18 @@ def parse(arguments):
     command.make_context(command.name, list(arguments), parent=context)
 
 
+def id_of(line):
+    """Return the name of a line's test."""
+    return re.sub(r"[^\w.=-]+", " ", line)[8:80]
+
+
 def is_complete(line, error):
     """Return whether an error is more than that a mention of a command leaves out what it needs."""
     return not isinstance(error, click.MissingParameter) and "requires an argument" not in error.message
 
 
-@pytest.mark.parametrize("line", list(CASES), ids=lambda line: re.sub(r"[^\w.=-]+", " ", line)[8:80])
-def test_a_printed_command_line_is_accepted_and_what_needs_no_engine_does_what_it_says(line, reader):
+def accepted(line):
+    """Return the arguments of a printed line that is complete, and fail if it is not accepted."""
     place, is_block = CASES[line]
     if any(word in line for word in ("...`", "COMMAND", "[")):
         pytest.skip("a pattern, not a command")
@@ -136,21 +178,45 @@ def test_a_printed_command_line_is_accepted_and_what_needs_no_engine_does_what_i
     try:
         parse(arguments)
     except click.exceptions.Exit:
-        return  # --help
+        return []  # --help
     except click.UsageError as error:
         if not is_block and not is_complete(line, error):
-            return
+            return []
         pytest.fail(f"{place} prints {line!r}: {error.format_message()}")
-    if arguments[0] not in RUN:
-        return
-    if "--workload" in arguments and "--requests" not in arguments:
-        arguments += ["--requests", "10"]  # of several hundred
+    return arguments
+
+
+def run(line, arguments):
+    """Run a printed line, which is to succeed."""
+    place, is_block = CASES[line]
     done = CliRunner().invoke(cli, arguments, prog_name="kvtiers")
     if not is_block and "Usage: " in done.output:
         return  # such as 'kvtiers replay', which names the command
     # A plan's 1 says that a wish is out of reach, a check's that the machine lacks something.
     allowed = (0, 1) if "--wish" in arguments or arguments[0] == "check" else (0,)
-    assert done.exit_code in allowed, f"{place} prints {line!r}: {done.output[-2000:]}"
+    refused = any(line.startswith(f"kvtiers {start}") and text in done.output for start, text in SAYS_NO.items())
+    assert done.exit_code in allowed or refused, f"{place} prints {line!r}: {done.output[-2000:]}"
+
+
+@pytest.mark.parametrize("line", [line for line in CASES if line.split()[1] not in TO_AN_ENGINE], ids=id_of)
+def test_a_printed_command_line_is_accepted_and_what_needs_no_engine_does_what_it_says(line, reader):
+    arguments = accepted(line)
+    if not arguments or arguments[0] not in RUN:
+        return
+    if "--workload" in arguments and "--requests" not in arguments:
+        arguments += ["--requests", "10"]  # of several hundred
+    run(line, arguments)
+
+
+@pytest.mark.parametrize("line", [line for line in CASES if line.split()[1] in TO_AN_ENGINE], ids=id_of)
+def test_a_printed_command_to_an_engine_is_carried_out(line, request):
+    arguments = accepted(line)
+    if not arguments or arguments[-1] == "--help":
+        return
+    options = request.getfixturevalue("engine")
+    if "attach" in arguments:
+        CliRunner().invoke(cli, ["ctl", "detach", "fs", *options])
+    run(line, arguments + options)
 
 
 def test_the_command_lines_of_the_documents_are_found():
@@ -158,4 +224,4 @@ def test_the_command_lines_of_the_documents_are_found():
         "kvtiers plan --trace trace.jsonl.gz --config tiers.yaml",
         "kvtiers warm --from fs --config tiers.yaml",
     } < set(CASES)
-    assert {line.split()[1] for line in CASES} >= set(RUN)
+    assert {line.split()[1] for line in CASES} >= {*RUN, *TO_AN_ENGINE}

@@ -293,6 +293,17 @@ class AnswersExistsOutOfOrder(Memory):
         return sorted(super().exists(names), reverse=True)
 
 
+@caught_by(
+    "test_exists_answers_each_name_in_order",
+    "test_delete_removes_these_values_and_no_others",
+    "test_64_threads_each_get_their_own_bytes",
+    "test_exists_answers_many_names_at_once",
+)
+class FindsNothing(Memory):
+    def exists(self, names):
+        return [False for _ in names]
+
+
 @caught_by("test_exists_answers_many_names_at_once")
 class AnswersFewNames(Memory):
     def exists(self, names):

@@ -69,6 +69,7 @@ def close(self):
         ("def read_into(self, name, dst): return False", "the value just written cannot be read back: absent, or of another length. Fix: see whether something else writes"),
         ("def read_into(self, name, dst): pass", "read_into() of the probe value gave None, expected True"),
         ("def exists(self, names): return [True for _ in names]", "gave [True, True], expected [True, False]"),
+        ("def exists(self, names): return [False for _ in names]", "gave [False, False], expected [True, False]"),
         ("def exists(self, names): return []", "gave [], expected [True, False]"),
         ("def delete(self, names): pass", "exists() of the deleted probe value gave [True], expected [False]"),
         ("def write(self, name, src): raise StoreFull('0 bytes left')", "the store is full: 0 bytes left"),
