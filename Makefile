@@ -151,9 +151,11 @@ test-transformers-all: environment-transformers  ## The same, with every model a
 test-differential: environment system emulators $(addsuffix /.differential,$(DIFFERENTIAL_VENVS))  ## Every integration over every tier kind, the same scenes; writes the table in docs/
 	$(PYTHON) tests/differential/differential.py --write $(DIFFERENTIAL_ARGS)
 
-judges: environment-vllm  ## Others' own test suites over kvtiers: vLLM's, of its KV offloading (fetched and pinned, not in here)
+judges: environment-vllm environment-lmcache  ## Others' own test suites over kvtiers: vLLM's, LMCache's (fetched and pinned, not in here)
 	@echo "== vLLM's suites"
 	$(VLLM_PYTHON) tests/judges/judges.py vllm $(PYTEST_ARGS)
+	@echo "== LMCache's suites"
+	$(LMCACHE_PYTHON) tests/judges/judges.py lmcache $(PYTEST_ARGS)
 
 test-engines-all: test-vllm-all test-sglang-all test-transformers-all test-lmcache test-differential  ## All tests of all integrations: each release, each model
 

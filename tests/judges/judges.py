@@ -22,6 +22,7 @@ SUITES = {
         f"{VLLM}/cpu/test_manager.py",
         "tests/v1/kv_connector/unit/offloading_connector/test_scheduler.py",
     ),
+    "lmcache": ("tests/v1/distributed/test_mock_l2_adapter.py",),
 }
 
 

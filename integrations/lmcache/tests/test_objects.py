@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc
 
 from .conftest import config_of
 from .parts import Layout, SharedMemory, keys_of
@@ -183,9 +184,24 @@ def test_a_lookup_with_another_layout_than_the_store_is_a_miss(serve):
     server = serve()
     stored = server.store(keys_of(1))
     assert server.lookup(keys_of(1), Layout(dtypes=(torch.float16,))) == [False]
-    task = server.adapter.submit_lookup_and_lock_task(keys_of(1), {})
-    assert server.found(task, 1) == [False]
     assert server.fetch(keys_of(1)) == stored
+
+
+@pytest.mark.parametrize("descs", [{}, {0: MemoryLayoutDesc([], [])}], ids=["none", "an empty one"])
+def test_a_lookup_without_a_layout_asks_for_all_kinds_in_use(serve, descs):
+    """LMCache calls the layout a hint, and its own tools give none. A load goes by the object's own shape."""
+    server = serve()
+    keys = keys_of(3)
+    stored = server.store(keys[:1])
+    server.layout = Layout(dtypes=(torch.float16,))
+    server.store(keys[1:2])
+    task = server.adapter.submit_lookup_and_lock_task(keys, descs)
+    assert server.found(task, 3) == [True, True, False]
+    assert server.adapter.report_status()["locked_keys"] == 2
+    assert server.load(keys[:2], server.memory.take(2, Layout())) == [True, False]
+    server.adapter.submit_unlock(keys[:2])
+    server.layout = Layout()
+    assert server.fetch(keys[:1]) == stored
 
 
 def test_an_object_that_is_shorter_than_its_shape_is_not_stored(serve):

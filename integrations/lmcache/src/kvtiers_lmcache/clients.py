@@ -20,7 +20,7 @@ from typing import Any
 
 from kvtiers import Client, OffloadConfig, load_config, open_client
 from kvtiers._failures import error_text
-from kvtiers.api import KvtiersError
+from kvtiers.api import ConfigError, KvtiersError
 from kvtiers_lmcache.identity import ObjectKind, identity_of, release
 from kvtiers_lmcache.key_tenants import KeyTenants
 from kvtiers_lmcache.options import Options
@@ -110,6 +110,8 @@ class Clients:
         client = None
         try:
             client = self._opened(kind)
+        except ConfigError as error:
+            opening.error = "; ".join(error.problems)
         except KvtiersError as error:
             opening.error = str(error)
         except Exception as error:  # noqa: BLE001 -- on a thread of its own, and the engine goes on without

@@ -52,19 +52,26 @@ def name_of(key: Any) -> bytes:
 
 
 def identity_of(kind: ObjectKind, options: Options) -> ModelIdentity:
-    """Return the identity of values of a kind. ConfigError, in one line, if it cannot be established.
+    """Return the identity of values of a kind. ConfigError, a line for each option to set, if it is not established.
 
     Reads the model's files where its name is a folder, and the options do not name its weights.
     """
+    problems, weights = [], ""
+    try:
+        weights = _weights(kind.model, options.weights)
+    except ConfigError as error:
+        problems += error.problems
     if _PACKED.intersection(kind.dtypes) and not options.kv_dtype:
-        raise ConfigError(
+        problems.append(
             f"kvtiers: the KV of {kind.model!r} is packed in {', '.join(sorted(set(kind.dtypes)))}, which does not say "
             "of what; set 'kv_dtype', such as fp8_e4m3"
         )
+    if problems:
+        raise ConfigError(problems)
     layout = {"lmcache": release(), "form": kind.form, "shapes": kind.shapes, "dtypes": kind.dtypes}
     return ModelIdentity(
         kind.model,
-        weights=_weights(kind.model, options.weights),
+        weights=weights,
         kv_dtype=f"{'+'.join(sorted(set(kind.dtypes)))} {options.kv_dtype}".strip(),
         kv_layout=f"{json.dumps(layout)} {options.kv_layout}".strip(),
         hash_algorithm="lmcache-chunk",

@@ -143,24 +143,30 @@ class KvtiersL2Adapter(L2AdapterInterface):
         self._ledger.unlock(keys)
 
     def _lookup(self, keys: Sequence[Any], descs: Mapping[int, Any], until: float) -> Any:
-        found = [False] * len(keys)
+        found: set[Any] = set()
         locked = self._ledger.lock(keys)  # before the question, so that no deletion comes between
         is_whole = False
         try:
-            for kind, tenant, places in self._parts(keys, _kinds_of_descs(keys, descs)):
-                if (client := self._clients.get(kind, until)) is not None:
-                    names = [name_of(keys[place]) for place in places]
-                    there = client.exists(names, kind.nbytes, _left(until), tenant=tenant)
-                    for place, is_there in zip(places, there, strict=True):
-                        found[place] = is_there and locked[place]
-                    absent = [keys[place] for place, is_there in zip(places, there, strict=True) if not is_there]
-                    self._forget_evicted(absent, kind, client, until)
+            for kind, client, tenant, some in self._asked(keys, descs, until):
+                there = client.exists([name_of(key) for key in some], kind.nbytes, _left(until), tenant=tenant)
+                found.update(key for key, is_there in zip(some, there, strict=True) if is_there)
+                absent = [key for key, is_there in zip(some, there, strict=True) if not is_there]
+                self._forget_evicted(absent, kind, client, until)
             is_whole = True
         finally:
-            self._ledger.unlock(
-                key for key, took, there in zip(keys, locked, found, strict=True) if took and not (there and is_whole)
-            )
-        return _bitmap(found)
+            kept = found if is_whole else ()
+            self._ledger.unlock(key for key, took in zip(keys, locked, strict=True) if took and key not in kept)
+        return _bitmap([took and key in found for key, took in zip(keys, locked, strict=True)])
+
+    def _asked(
+        self, keys: Sequence[Any], descs: Mapping[int, Any], until: float
+    ) -> Iterator[tuple[ObjectKind, Client, str, list[Any]]]:
+        """Yield the clients to ask for these keys; where LMCache gives no layout, those of all kinds in use."""
+        kinds = _kinds_of_descs(keys, descs)
+        for kind, tenant, places in self._parts(keys, kinds):
+            if (client := self._clients.get(kind, until)) is not None:
+                yield kind, client, tenant, [keys[place] for place in places]
+        yield from self._where([key for key, kind in zip(keys, kinds, strict=True) if kind is None])
 
     # -- loads
 
@@ -307,13 +313,19 @@ def _kinds_of_objects(keys: Sequence[Any], objects: Sequence[Any]) -> list[Objec
 
 
 def _kinds_of_descs(keys: Sequence[Any], descs: Mapping[int, Any]) -> list[ObjectKind | None]:
-    """Return the kind of each key's object, by what the engine has registered for its group; None if nothing."""
+    """Return the kind of each key's object, by what the engine has registered for its group; None if nothing.
+
+    LMCache calls the layout a hint, and its own tools give none, or one without tensors.
+    """
     found: dict[tuple[str, int], ObjectKind | None] = {}
     for key in keys:
         group = key.model_name, key.object_group_id
         if group not in found:
             desc = descs.get(key.object_group_id)
-            found[group] = None if desc is None else kind_of(key.model_name, _FORM, desc.shapes, desc.dtypes)
+            if desc is None or not desc.shapes:
+                found[group] = None
+            else:
+                found[group] = kind_of(key.model_name, _FORM, desc.shapes, desc.dtypes)
     return [found[key.model_name, key.object_group_id] for key in keys]
 
 
