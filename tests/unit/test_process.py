@@ -4,6 +4,7 @@ import ast
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers._process import end, kill_unreaped, lifeline, spawn, wait_unreaped
+from kvtiers._process import end, kill_unreaped, lifeline, receive_fds, spawn, wait_unreaped
 from kvtiers.testing.running import open_descriptors
 
 ROOT = Path(__file__).parents[2]
@@ -202,3 +203,14 @@ def test_a_group_ends_with_its_lifeline_and_what_is_left_of_it_after_its_first_p
     while is_running(left):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_no_child_inherits_a_descriptor_that_was_received():
+    left, right = socket.socketpair()
+    with left, right, Path(os.devnull).open("rb") as one, Path(os.devnull).open("rb") as other:
+        socket.send_fds(left, [b"two"], [one.fileno(), other.fileno()])
+        data, fds = receive_fds(right, 10, 4)
+        assert (data, len(fds)) == (b"two", 2)
+        assert not any(os.get_inheritable(fd) for fd in fds)
+        for fd in fds:
+            os.close(fd)

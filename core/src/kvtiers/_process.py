@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import signal
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "die_with_parent", "end", "end_group_with", "hand_over", "hold_standard_descriptors", "kill_unreaped",
-    "lifeline", "spawn", "spawn_bare", "take_over", "wait_unreaped",
+    "lifeline", "receive_fds", "spawn", "spawn_bare", "take_over", "wait_unreaped",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -142,12 +143,25 @@ def take_over(fd: int) -> Callable[[], list[int]]:
 
     def take() -> list[int]:
         with theirs:
-            said, fds, _, _ = socket.recv_fds(theirs, 1, _MOST_HANDED_OVER, socket.MSG_CMSG_CLOEXEC)
+            said, fds = receive_fds(theirs, 1, _MOST_HANDED_OVER)
         if not said:
             raise EOFError("the parent has ended")
         return fds
 
     return take
+
+
+def receive_fds(sock: "socket.socket", nbytes: int, most: int) -> tuple[bytes, list[int]]:
+    """Return a message of at most ``nbytes``, and the descriptors that came with it, which no child inherits.
+
+    ``socket.recv_fds`` ignores its flags, so that a child would (CPython 3.14 and before).
+    """
+    import socket
+
+    number = struct.Struct("i")
+    data, controls, _, _ = sock.recvmsg(nbytes, socket.CMSG_LEN(most * number.size), socket.MSG_CMSG_CLOEXEC)
+    passed = [body for level, kind, body in controls if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
+    return data, [fd for body in passed for (fd,) in number.iter_unpack(body[: len(body) // number.size * number.size])]
 
 
 def hold_standard_descriptors() -> None:

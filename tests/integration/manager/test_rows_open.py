@@ -10,7 +10,7 @@ import kvtiers
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.region import region
 from kvtiers.region.client import RegionJoin
-from kvtiers.region.handshake import SETTLED
+from kvtiers.region.state import SETTLED
 from kvtiers.types import RequestContext
 
 LAYOUT = CacheLayout(ModelIdentity("m", weights="w"), (KVGroup("full", 16),), (KVTensor("t", 0, 4000),))
@@ -28,10 +28,15 @@ def engine(request):
     tensors = [np.zeros((64, 4000), np.uint8)]
     worker = kvtiers.open_worker(config, LAYOUT, tensors, engine_id=manager.engine_id)
     manager.wait_ready(60)
-    wait_until(lambda: worker._region._pinned == SETTLED)  # its copy thread says so, at some time after it has joined
+    wait_until(lambda: desk_of(worker) == SETTLED)  # its copy thread says so, at some time after it has joined
     yield manager, worker
     worker.shutdown()
     manager.shutdown(1)
+
+
+def desk_of(worker):
+    desk = worker._region._desk
+    return None if desk is None else desk.pinned
 
 
 def wait_until(condition):
@@ -99,7 +104,7 @@ def test_the_start_waits_a_moment_for_the_first_pinned_memory(first, waited_for,
     worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((64, 4000), np.uint8)], engine_id=manager.engine_id)
     waiting = threading.Thread(target=manager.wait_ready, args=(60,))
     waiting.start()
-    wait_until(lambda: worker._region._pinned == 0)
+    wait_until(lambda: desk_of(worker) == 0)
     worker._region.pinned(waited_for - 1)
     waiting.join(0.1)
     assert waiting.is_alive(), f"of 64 rows the start waits for {waited_for}"

@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -20,24 +21,42 @@ class PartyError(AssertionError):
     """The code that was sent raised; the text is the other process's ``Type: message``."""
 
 
-class Party:
-    """One process of a test, driven line by line."""
+class Parties:
+    """What processes of tests are forked from. ``command``: what it is started by, such as ``unshare``."""
 
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.pid = self.process.pid
+    def __init__(self, command=()):
+        self._requests, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen([*command, sys.executable, str(PEER)], stdin=theirs, stdout=2)
+
+    def start(self):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._requests, [b"."], [theirs.fileno()])
+        return Party(ours)
+
+    def close(self):
+        self._requests.close()
+        self._process.wait(PATIENCE)
+
+
+class Party:
+    """One process of a test, driven line by line. ``pid``: in its own PID namespace."""
+
+    def __init__(self, sock):
+        self._sock = sock
+        self._sock.settimeout(PATIENCE)
+        [self._pidfd] = socket.recv_fds(sock, 1, 1)[1]
+        self._answers = sock.makefile("r")
+        self.pid = self.do("os.getpid()")
 
     def send(self, code):
         """Send code without waiting for its answer; ``answer`` must follow."""
-        self.process.stdin.write(json.dumps(code) + "\n")
+        self._sock.sendall(json.dumps(code).encode() + b"\n")
 
     def answer(self):
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
-        assert ready, f"process {self.pid} has not answered for {PATIENCE} s"
-        line = self.process.stdout.readline()
-        assert line, f"process {self.pid} has ended"
+        line = self._answers.readline()
+        assert line, "the process has ended"
         answer = json.loads(line)
         if "error" in answer:
             raise PartyError(answer["error"])
@@ -49,16 +68,20 @@ class Party:
         return self.answer()
 
     def kill(self):
-        """``kill -9``, and wait until the process is gone."""
-        self.process.kill()
-        self.process.wait(PATIENCE)
+        """``kill -9``, and wait until the process has ended."""
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        wait_for(self._pidfd)
 
     def end(self):
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(PATIENCE)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.kill()
+        os.close(self._pidfd)
+        self._answers.close()
+        self._sock.close()
+
+
+def wait_for(pidfd):
+    assert select.select([pidfd], [], [], PATIENCE)[0], "the process still runs"
 
 
 def wait_for_exit(pid):
@@ -67,8 +90,7 @@ def wait_for_exit(pid):
     except ProcessLookupError:
         return
     try:
-        ready, _, _ = select.select([pidfd], [], [], PATIENCE)
-        assert ready, f"process {pid} still runs"
+        wait_for(pidfd)
     finally:
         os.close(pidfd)
 
@@ -76,26 +98,27 @@ def wait_for_exit(pid):
 class Machine:
     """What the tests of this folder share: an engine id of their own, parties, and what can be seen from outside."""
 
-    def __init__(self):
+    def __init__(self, processes):
         self.engine_id = f"test-{uuid.uuid4().hex}"
+        self.processes = processes
         self.parties = []
 
-    def party(self):
-        party = Party()
+    def party(self, processes=None):
+        party = (processes or self.processes).start()
         self.parties.append(party)
         party.do(f"engine_id = {self.engine_id!r}")
         return party
 
-    def manager(self, *, rows=8, world_size=1, options=""):
+    def manager(self, *, rows=8, world_size=1, options="", processes=None):
         """A process that has created a region of 36 KiB rows (for one rank; 8 KiB pages of 4 layers and the seal)."""
-        party = self.party()
+        party = self.party(processes)
         party.do(f"cache = layout({world_size})")
         party.do(f"region = SharedOffloadRegion.create(engine_id, cache, {rows} * cache.row_stride, {options})")
         return party
 
-    def rank(self, rank=0, world_size=1, *, wait=True, options=""):
+    def rank(self, rank=0, world_size=1, *, wait=True, options="", processes=None):
         """A process that has begun to join, or has joined."""
-        party = self.party()
+        party = self.party(processes)
         party.do(f"join = RegionJoin.start(engine_id, layout({world_size}), {rank}, {options})")
         if wait:
             party.do("join.wait(PATIENCE)")
@@ -138,11 +161,30 @@ class Machine:
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture(scope="session")
+def processes():
+    processes = Parties()
+    yield processes
+    processes.close()
+
+
 @pytest.fixture
-def machine():
-    machine = Machine()
+def machine(processes):
+    machine = Machine(processes)
     yield machine
     machine.end()
+
+
+@pytest.fixture
+def namespaces():
+    """What starts processes in two PID namespaces beside each other, as in two containers."""
+    command = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no PID namespace can be made here: it takes root")
+    found = [Parties(command) for _ in range(2)]
+    yield found
+    for processes in found:
+        processes.close()
 
 
 @pytest.fixture

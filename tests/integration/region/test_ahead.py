@@ -156,9 +156,3 @@ def test_rows_are_open_as_far_as_every_rank_that_pins_has_pinned_them(machine):
     opened(9)
     ranks[0].kill()
     opened(rows)
-
-
-def test_a_rank_that_names_rows_in_a_way_that_makes_no_sense_keeps_none_closed():
-    from kvtiers.region.handshake import SETTLED, decode_pinned
-
-    assert [decode_pinned(body) for body in (b"", b"123", bytes(9))] == [SETTLED] * 3

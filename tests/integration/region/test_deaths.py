@@ -45,7 +45,7 @@ def test_a_killed_scheduler_leaves_nothing_and_its_ranks_notice(machine, stuck_p
 def test_a_killed_rank_is_noticed_and_another_may_take_its_place(machine, stuck_populate, wait_until_gone, stage):
     manager, rank, prefault = start(machine, stuck_populate, stage)
     if stage == STAGES[0]:  # connected, and killed before it has said who it is
-        rank.do("sock = socket.socket(socket.AF_UNIX)\nsock.connect(socket_name(engine_id, os.geteuid()))")
+        rank.do("sock = connected(engine_id)")
     rank.kill()
     if stage != STAGES[0]:
         events = manager.do("gather(region, 'RankGone')")
@@ -105,7 +105,7 @@ def test_a_rank_whose_connection_ended_is_lost_and_only_gone_when_its_process_is
     manager = machine.manager()
     rank = machine.rank()
     manager.do("region.wait_ready()")
-    rank.do("join._connection._sock.shutdown(socket.SHUT_RDWR)")  # no goodbye; the process and its mapping live on
+    rank.do("join._sock.shutdown(socket.SHUT_RDWR)")  # no goodbye; the process and its mapping live on
     assert manager.do("gather(region, 'RankLost')")[-1] == "RankLost(rank=0)"
     assert manager.do("[list(region.lost_ranks), region.all_joined, region.poll()]") == [[0], False, []]
     second = machine.rank(wait=False)
@@ -167,35 +167,105 @@ def test_a_scheduler_that_is_stopped_does_not_make_its_ranks_give_up(machine):
     assert manager.do("region.view[0]") == 4
 
 
-def test_a_rank_that_reads_nothing_does_not_hold_up_the_others(machine):
+def test_a_rank_that_is_stopped_holds_nothing_up_and_its_end_is_seen(machine):
     manager = machine.party()
-    manager.do("populate.PIECE_BYTES = 4096\ncache = layout(2)")  # much progress: more than a socket's buffer holds
-    deaf = machine.party()
-    deaf.do("import json")
-    deaf.send(
-        "while True:\n"
-        "    sock = socket.socket(socket.AF_UNIX)\n"
-        "    try:\n"
-        "        sock.connect(socket_name(engine_id, os.geteuid()))\n"
-        "        break\n"
-        "    except ConnectionRefusedError:\n"
-        "        sock.close()\n"
-        "hello = {'rank': 0, 'layout': json.loads(layout(2).to_json()), 'speaks': SPEAKS}\n"
-        "sock.sendall(encode_message(Kind.HELLO, json.dumps(hello).encode()))"
-    )
-    manager.do("region = SharedOffloadRegion.create(engine_id, cache, 3000 * cache.row_stride)")
-    deaf.answer()
-    rank = machine.rank(1, 2)
+    manager.do("cache = layout(2)\nregion = SharedOffloadRegion.create(engine_id, cache, 3000 * cache.row_stride)")
+    stopped, rank = machine.rank(0, 2), machine.rank(1, 2)
+    os.kill(stopped.pid, signal.SIGSTOP)
     manager.do("region.wait_ready()")
     assert rank.do("wait_for(join, lambda s: s.prefault_ended)")[2] == 3000
-    # When it reads at last, the newest figure is there.
-    deaf.do(
-        "import struct\n"
-        "sock.settimeout(PATIENCE)\n"
-        "reader, ended = MessageReader(), False\n"
-        "while not ended:\n"
-        "    for message in reader.feed(sock.recv(1 << 16)):\n"
-        "        if message.kind == Kind.PROGRESS:\n"
-        "            rows, ended = struct.unpack('<QB', message.body)"
+    rank.do("join.close()")
+    assert "RankGone(rank=1)" in manager.do("gather(region, 'RankGone')")
+    assert manager.do("list(region.lost_ranks)") == []
+    os.kill(stopped.pid, signal.SIGKILL)
+    assert manager.do("gather(region, 'RankGone')") == ["RankLost(rank=0)", "RankGone(rank=0)"]
+
+
+def test_a_rank_whose_other_code_copies_and_closes_descriptors_stays_what_it_is(machine):
+    manager = machine.manager()
+    rank = machine.rank()
+    rank.do(
+        "import mmap\n"
+        "for fd in os.listdir('/proc/self/fd'):\n"
+        "    try:\n"
+        "        os.close(os.dup(int(fd)))\n"
+        "        os.close(os.open(f'/proc/self/fd/{fd}', os.O_RDONLY))\n"
+        "    except OSError:\n"
+        "        pass\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.closerange(3, 1000)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)"
     )
-    assert deaf.do("rows") == 3000
+    rank.do("join.pinned(5)\njoin.view[0] = 8")
+    manager.do("until = time.monotonic() + PATIENCE\nwhile region.pinned_rows != 5: assert time.monotonic() < until")
+    assert manager.do("[region.all_joined, region.view[0], list(region.lost_ranks)]") == [True, 8, []]
+    rank.kill()
+    assert manager.do("gather(region, 'RankGone')")[-2:] == ["RankLost(rank=0)", "RankGone(rank=0)"]
+
+
+def test_a_process_that_is_forked_in_c_and_holds_the_socket_of_a_dead_rank_keeps_it_not_alive(machine):
+    manager = machine.manager()
+    rank = machine.rank()
+    child = rank.do(
+        "import ctypes\n"
+        "child = ctypes.PyDLL(None).fork()\n"  # no hook of Python's runs
+        "if child == 0:\n"
+        "    signal.pause()\n"
+        "child"
+    )
+    try:
+        rank.kill()
+        assert manager.do("gather(region, 'RankGone')")[-2:] == ["RankLost(rank=0)", "RankGone(rank=0)"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_ranks_and_scheduler_in_containers_beside_each_other_see_each_others_end(machine, namespaces):
+    one, other = namespaces
+    manager = machine.manager(processes=one)
+    rank = machine.rank(processes=other)
+    assert manager.do("region.wait_ready()\n'RankJoined(rank=0, pid=0)' in gather(region, 'RankJoined')") is True
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 5):
+        pytest.skip("before Linux 6.5 no process sees the end of one in a PID namespace beside its own")
+    rank.kill()
+    assert manager.do("gather(region, 'RankGone')") == ["RankLost(rank=0)", "RankGone(rank=0)"]
+    again = machine.rank(processes=other)
+    manager.kill()
+    again.do("wait_for(join, lambda s: s.state == 'lost')")
+
+
+WITHOUT_PEERPIDFD = "from kvtiers.region import handshake\nhandshake._SO_PEERPIDFD = 9999"
+
+
+def test_where_the_kernel_gives_no_pidfd_of_a_peer_its_number_does(machine):
+    manager = machine.party()
+    manager.do(WITHOUT_PEERPIDFD)
+    manager.do("cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)")
+    rank = machine.rank()
+    rank.do("join._sock.shutdown(socket.SHUT_RDWR)")
+    assert manager.do("gather(region, 'RankLost')")[-1] == "RankLost(rank=0)"
+    assert manager.do("list(region.lost_ranks)") == [0]
+    rank.kill()
+    assert manager.do("gather(region, 'RankGone')") == ["RankGone(rank=0)"]
+
+
+def test_a_rank_whose_end_the_kernel_cannot_report_keeps_its_rows_for_ever(machine, namespaces):
+    one, other = namespaces
+    manager = machine.party(one)
+    manager.do(WITHOUT_PEERPIDFD)
+    manager.do(
+        "import logging\n"
+        "lines = []\n"
+        "logging.getLogger('kvtiers.region').addFilter(lambda record: lines.append(record.getMessage()) or True)\n"
+        "cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)"
+    )
+    rank = machine.rank(processes=other)
+    assert "rank 0: process 0 cannot be watched; if it dies, its rows stay leased" in manager.do("lines")
+    rank.kill()
+    assert manager.do("gather(region, 'RankLost')")[-1] == "RankLost(rank=0)"
+    assert manager.do("[list(region.lost_ranks), region.poll()]") == [[0], []]
+    rank = machine.rank(processes=other, wait=False)
+    with pytest.raises(AssertionError, match="has joined as this rank already"):
+        rank.do("join.wait(PATIENCE)")

@@ -22,21 +22,52 @@ def test_the_scheduler_may_come_before_the_ranks(machine):
     assert {event.split(",")[0] for event in joined if "Joined" in event} <= {"RankJoined(rank=0", "RankJoined(rank=1"}
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b'"x"', b"[" * 100000, b'{"rank": 0, "layout": "x"}', b'{"rank": "\\ud800", "layout": {}}']
-)
-def test_no_hello_whatsoever_harms_the_scheduler(machine, body):
+HELLO = "hello = {'format': FORMAT, 'rank': 0, 'layout': json.loads(layout().to_json())}"
+
+
+def test_no_hello_whatsoever_harms_the_scheduler(machine):
     manager = machine.manager()
+    manager.do("import time\nclock = time.pthread_getcpuclockid(region._server._thread.ident)")
+    began = manager.do("time.clock_gettime(clock)")
     stranger = machine.party()
     stranger.do(
-        "sock = socket.socket(socket.AF_UNIX)\n"
-        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
-        "sock.settimeout(PATIENCE)\n"
-        f"sock.sendall(encode_message(Kind.HELLO, {body!r}))\n"
-        "sock.recv(1000)"
+        "def ask(message):\n"
+        "    with connected(engine_id) as sock:\n"
+        "        sock.send(message)\n"
+        "        answer = sock.recv(9999)\n"
+        "        return [answer[0] == Kind.REFUSED, answer[1:].decode()]"
     )
+    stranger.do(HELLO)
+    for message, reason in (
+        ("b'GET / HTTP/1.1'", "does not begin with a HELLO"),
+        ("Kind.GOODBYE.message()", "does not begin with a HELLO"),
+        ("Kind.HELLO.message()", "cannot be read"),
+        ("Kind.HELLO.message(b'[]')", "cannot be read"),
+        ("Kind.HELLO.message(b'[' * 100000)", "cannot be read"),
+        ("Kind.HELLO.message(b'[' + b'1,' * 100_000 + b'1]')", "cannot be read"),
+        ("""Kind.HELLO.message(b'{"rank": 0, "tensors": []}')""", "cannot be read"),
+        ("""Kind.HELLO.message(b'{"format": 2, "rank": "\\ud800", "layout": {}}')""", "cannot be read"),
+        ("Kind.HELLO.message(json.dumps(hello | {'layout': 'x'}).encode())", "is not the scheduler's"),
+    ):
+        was_refused, text = stranger.do(f"ask({message})")
+        assert was_refused, message
+        assert reason in text
+    for change in (
+        "world_size=10**9",
+        "world_size=10**9, tensors=[]",
+        "blocks_per_chunk=-1",
+        "groups=[{}] * 5000",
+        "tensors=[{'page_bytes': []}]",
+        "model=None",
+        "more=[[[[0]]]]",
+    ):
+        changed = f"hello | {{'layout': hello['layout'] | dict({change})}}"
+        was_refused, text = stranger.do(f"ask(Kind.HELLO.message(json.dumps({changed}).encode()))")
+        assert was_refused, change
+        assert "its cache layout is not the scheduler's" in text
     machine.rank()
-    manager.do("region.wait_ready()")
+    manager.do("region.wait_ready(PATIENCE)")
+    assert manager.do("time.clock_gettime(clock)") - began < 1.0, "processor time of the engine's side"
 
 
 @pytest.mark.parametrize("rank_first", [True, False])
@@ -100,7 +131,6 @@ def test_a_wrong_layout_is_refused_and_the_field_is_named_at_both_ends(machine):
     assert rank.do("join.state") == "refused"
     with pytest.raises(AssertionError, match=r"StartError: .*rank 1 was refused: .*blocks_per_chunk: 1 here, 4 there"):
         manager.do("region.wait_ready()")
-    assert "blocks_per_chunk" in manager.do("gather(region, 'RankRefused')")[-1]
 
 
 def test_a_rank_needs_no_name_of_the_model_it_copies_for_but_must_not_have_that_of_another(machine):
@@ -183,84 +213,57 @@ def test_a_rank_out_of_range_is_refused(machine):
         rank.do("join.wait(PATIENCE)")
 
 
-def test_another_version_of_the_handshake_is_refused_in_one_line_at_both_ends(machine):
+def test_a_rank_of_another_format_is_refused_in_one_line_at_both_ends(machine):
     manager = machine.manager()
     rank = machine.party()
-    rank.do("import kvtiers.region.handshake as handshake\nhandshake.HANDSHAKE_VERSION = 7")
+    rank.do("import kvtiers.region.client as client\nclient.FORMAT = 7")
     rank.do("join = RegionJoin.start(engine_id, layout(), 0)")
-    with pytest.raises(AssertionError, match=r"speaks version 7 of the handshake, the scheduler 1; install the same"):
+    with pytest.raises(AssertionError, match=r"its format is 7, the scheduler's 2; install the same kvtiers"):
         rank.do("join.wait(PATIENCE)")
-    with pytest.raises(AssertionError, match="speaks version 7"):
+    with pytest.raises(AssertionError, match="its format is 7"):
         manager.do("region.wait_ready()")
 
 
-def test_a_scheduler_of_another_version_is_refused_by_the_rank(machine):
-    manager = machine.party()
-    manager.do("import kvtiers.region.handshake as handshake, kvtiers.region.server as accept")
-    manager.do("handshake.HANDSHAKE_VERSION = 7")  # it writes 7, and still takes our HELLO
-    manager.do("cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)")
-    rank = machine.rank(wait=False)
-    with pytest.raises(AssertionError, match="speaks version 7 of the handshake, this rank 1; install the same"):
+def test_memory_of_another_shape_is_refused_by_the_rank(machine):
+    manager = machine.manager()
+    manager.do("region._server._state._words[1] = 4096")
+    with pytest.raises(AssertionError, match="offers memory of another shape"):
+        machine.rank()
+
+
+def test_a_layout_that_no_message_can_take_is_one_line(machine):
+    machine.manager()
+    rank = machine.party()
+    rank.do("tensors = tuple(KVTensor('x' * 200 + str(i), 0, 4096) for i in range(2000))")
+    rank.do("join = RegionJoin.start(engine_id, layout(tensors=tensors), 0)")
+    with pytest.raises(AssertionError, match=r"StartError: .*its cache layout is too large for a message"):
         rank.do("join.wait(PATIENCE)")
 
 
-def test_a_peer_that_sends_nonsense_is_refused_and_harms_no_rank(machine):
+def test_a_rank_can_read_the_regions_state_and_not_write_it(machine):
     manager = machine.manager()
-    stranger = machine.party()
-    stranger.do(
-        "sock = socket.socket(socket.AF_UNIX)\n"
-        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
-        "sock.sendall(b'GET / HTTP/1.1\\r\\n\\r\\n')"
+    rank = machine.rank()
+    with pytest.raises(AssertionError, match="cannot modify read-only memory"):
+        rank.do("join._region_state._words[0] = 1")
+    with pytest.raises(AssertionError, match="Permission denied"):
+        manager.do("import mmap\nmmap.mmap(os.dup(region._server._state.fd), 4096)")
+
+
+def test_a_rank_without_descriptors_for_the_memory_says_so(machine):
+    machine.manager()
+    rank = machine.party()
+    rank.do(
+        "import resource\n"
+        "from kvtiers.region import client\n"
+        "def say_hello(join, sock, real=RegionJoin._say_hello):\n"
+        "    real(join, sock)\n"
+        "    used = max(int(fd) for fd in os.listdir('/proc/self/fd')) + 1\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (used, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "RegionJoin._say_hello = say_hello\n"
+        "join = RegionJoin.start(engine_id, layout(), 0)"
     )
-    assert stranger.do("sock.settimeout(PATIENCE)\nlen(sock.recv(100))") == 0
-    machine.rank()
-    manager.do("region.wait_ready()")
-
-
-def test_a_hello_that_is_no_layout_is_refused(machine):
-    manager = machine.manager()
-    stranger = machine.party()
-    stranger.do(
-        "sock = socket.socket(socket.AF_UNIX)\n"
-        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
-        "sock.settimeout(PATIENCE)\n"
-        'sock.sendall(encode_message(Kind.HELLO, b\'{"rank": 0, "tensors": []}\'))'
-    )
-    assert "its layout cannot be read" in stranger.do("next(MessageReader().feed(sock.recv(1000))).body.decode()")
-    assert "cannot be read" in manager.do("gather(region, 'RankRefused')")[-1]
-
-
-def test_a_rank_of_another_release_with_the_same_version_number_is_refused_in_one_line(machine):
-    manager = machine.manager()
-    old = machine.party()
-    old.do(
-        "sock = socket.socket(socket.AF_UNIX)\n"
-        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
-        "sock.settimeout(PATIENCE)\n"
-        "hello = {'rank': 0, 'layout': json.loads(layout().to_json())}\n"
-        "sock.sendall(encode_message(Kind.HELLO, json.dumps(hello).encode()))"
-    )
-    assert "install the same kvtiers" in old.do("next(MessageReader().feed(sock.recv(1000))).body.decode()")
-    with pytest.raises(AssertionError, match="rank 0 was refused: it is of another release of kvtiers"):
-        manager.do("region.wait_ready()")
-
-
-def test_a_scheduler_of_another_release_with_the_same_version_number_is_one_line_for_the_rank(machine):
-    old = machine.party()
-    old.do("listener = listen(engine_id)\nlistener.setblocking(True)")
-    rank = machine.rank(wait=False)
-    old.do(
-        "sock, _ = listener.accept()\n"
-        "sock.recv(100_000)\n"
-        "welcome = {'num_rows': 8, 'row_stride': 36864, 'map_bytes': 294912, 'populated_rows': 0, 'more': True}\n"
-        "memory = os.memfd_create('old')\n"
-        "socket.send_fds(sock, [encode_message(Kind.WELCOME, json.dumps(welcome).encode())], [memory])"
-    )
-    with pytest.raises(
-        AssertionError, match=r"StartError: .*cannot be understood: .*install the same kvtiers"
-    ) as error:
+    with pytest.raises(AssertionError, match=r"no descriptor is to be had .* raise the limit of open files"):
         rank.do("join.wait(PATIENCE)")
-    assert "\n" not in str(error.value)
 
 
 def test_an_engine_id_may_be_any_text(machine):
@@ -322,7 +325,7 @@ def test_start_up_says_what_took_how_long(machine):
 
 def test_the_end_of_the_accept_thread_is_reported_to_the_waiting_thread(machine):
     manager = machine.manager()
-    manager.do("def broken():\n    raise ZeroDivisionError('a bug')\nregion._server._accept = broken")
+    manager.do("def broken(peer):\n    raise ZeroDivisionError('a bug')\nregion._server._receive = broken")
     rank = machine.rank(wait=False, options="start_deadline=1")
     with pytest.raises(
         AssertionError, match=r"StartError: .*the thread that serves its ranks ended: ZeroDivisionError"
@@ -336,19 +339,22 @@ def test_the_end_of_the_accept_thread_is_reported_to_the_waiting_thread(machine)
 def test_without_descriptors_no_rank_comes_in_but_those_that_are_there_are_served(machine):
     manager = machine.manager(world_size=2)
     first = machine.rank(0, world_size=2)
-    manager.do("import resource\nfrom kvtiers.region import server\nserver._PAUSE_SECONDS = 3600")
     manager.do("gather(region, 'RankJoined')")
     manager.do(
-        "import logging, threading\n"
-        "refused = threading.Event()\n"
-        "logging.getLogger('kvtiers.region').addFilter(lambda record: refused.set() or True)\n"
+        "import logging, resource, threading\n"
+        "lines, refused = [], threading.Event()\n"
+        "def note(record):\n"
+        "    lines.append(record.getMessage())\n"
+        "    refused.set()\n"
+        "    return True\n"
+        "logging.getLogger('kvtiers.region').addFilter(note)\n"
         "limits = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (4, limits[1]))"
     )
     second = machine.rank(1, world_size=2, wait=False)
     assert manager.do("refused.wait(PATIENCE)") is True
     first.do("join.close()")
-    assert "RankGone(rank=0)" in manager.do("gather(region, 'RankGone')")  # long before anything is accepted again
-    manager.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)\nregion._server._listen_again = 0.0")
-    manager.do("region._server._wake()")
+    assert "RankGone(rank=0)" in manager.do("gather(region, 'RankGone')")
+    assert len(manager.do("lines")) == 1, "that there is none is said once"
+    manager.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)")
     second.do("join.wait(PATIENCE)")

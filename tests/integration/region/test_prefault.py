@@ -90,8 +90,8 @@ def test_memory_is_asked_for_on_the_numa_node_that_is_named(machine, stuck_popul
     manager.do(stuck_populate)
     manager.do("cache = layout()")
     manager.do("region = SharedOffloadRegion.create(engine_id, cache, 2000 * cache.row_stride, numa_node=0)")
-    maps = manager.do("[line for line in open('/proc/self/numa_maps') if 'memfd:kvtiers' in line]")
-    assert maps
+    maps = manager.do("[line for line in open('/proc/self/numa_maps') if f'memfd:kvtiers-{engine_id}\\\\' in line]")
+    assert maps, "those of the rows"
     assert all("prefer:0" in line or "prefer (many):0" in line for line in maps)
     machine.rank().do("wait_for(join, lambda s: s.populated_rows > 0)")
     pid = manager.do("region._server._prefault.pid")

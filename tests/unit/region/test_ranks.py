@@ -4,8 +4,8 @@ import threading
 import pytest
 
 from kvtiers.api import StartError
-from kvtiers.region.handshake import SETTLED
-from kvtiers.region.ranks import PrefaultEnded, RankGone, RankJoined, RankLost, RankRefused, RankTable
+from kvtiers.region.ranks import PrefaultEnded, RankGone, RankJoined, RankLost, RankTable
+from kvtiers.region.state import SETTLED
 
 
 @pytest.fixture
@@ -23,14 +23,12 @@ def test_all_have_joined_only_when_each_has(table):
 
 def test_events_come_in_order_and_once(table):
     table.join(0, 10)
-    table.refuse(None, "why", ours=False)
     table.lose(0)
     table.forget(0)
     assert not table.are_quiet()
     table.end_prefault(7, "")
     assert table.take_events(0.0) == [
         RankJoined(0, 10),
-        RankRefused(None, "why"),
         RankLost(0),
         RankGone(0),
         PrefaultEnded(7, ""),
@@ -66,17 +64,11 @@ def test_a_refusal_of_ours_ends_the_wait_at_once(table):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    table.refuse(1, "its layout differs", ours=True)
+    table.refuse(1, "its layout differs")
     waiting.join(60)
     assert not waiting.is_alive()
     with pytest.raises(StartError, match="rank 1 was refused: its layout differs"):
         table.wait_all(1000.0)
-
-
-def test_a_strangers_refusal_does_not_end_the_wait(table):
-    table.refuse(None, "of another user", ours=False)
-    with pytest.raises(StartError, match="did not join"):
-        table.wait_all(0.0)
 
 
 def test_a_setback_is_moot_once_all_have_joined(table):
@@ -109,8 +101,10 @@ def test_memory_is_pinned_when_each_rank_has_pinned_it_or_pins_no_more(table):
     table.join(0, 10)
     table.join(1, 11)
     assert not table.wait_pinned(8, 0.0), "no rank has said what it has pinned"
-    table.pinned(0, 8)
-    table.pinned(1, 7)
+    assert table.pins
+    assert table.pinned(0, 8)
+    assert table.pinned(1, 7)
+    assert not table.pinned(1, 7), "nothing new"
     assert not table.wait_pinned(8, 0.0)
     threading.Timer(0.0, table.pinned, (1, 9)).start()
     assert table.wait_pinned(8, 60.0)
@@ -118,3 +112,17 @@ def test_memory_is_pinned_when_each_rank_has_pinned_it_or_pins_no_more(table):
     assert table.wait_pinned(8, 0.0)
     table.lose(1)
     assert not table.wait_pinned(8, 0.0)
+    assert table.least_pinned == 8
+
+
+def test_no_rank_pins_any_more_once_all_that_have_joined_have_settled(table):
+    assert not table.pins
+    table.join(0, 10)
+    assert table.pins
+    table.pinned(0, SETTLED)
+    assert not table.pins
+    assert table.least_pinned is None
+    table.join(1, 11)
+    assert table.pins
+    table.lose(1)
+    assert not table.pins

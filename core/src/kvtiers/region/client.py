@@ -16,40 +16,30 @@ import errno
 import json
 import logging
 import os
-import selectors
+import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from kvtiers._failures import logged_boundary
+from kvtiers._process import receive_fds
 from kvtiers.api import StartError
 from kvtiers.api.units import waitable
 from kvtiers.layout.cache_layout import CacheLayout
-from kvtiers.region.connection import Connection
-from kvtiers.region.handshake import (
-    HANDSHAKE_VERSION,
-    SETTLED,
-    SPEAKS,
-    HandshakeError,
-    Kind,
-    Message,
-    Welcome,
-    decode_progress,
-    decode_welcome,
-    encode_message,
-    encode_pinned,
-    socket_name,
-)
+from kvtiers.region.handshake import FORMAT, Kind, connect, peer_credentials, peer_pidfd
 from kvtiers.region.memfd import Mapping, detach_in_children, map_memory, prefer_huge_pages, require_linux
 from kvtiers.region.region import AnonymousRegion
+from kvtiers.region.state import FIRST_LOOK, LONGEST_LOOK, SETTLED, Desk, RegionState
 
 __all__ = ["JoinState", "JoinStatus", "RegionJoin"]
 
 _log = logging.getLogger("kvtiers.region")
 _FIRST_DELAY, _LONGEST_DELAY = 0.005, 0.02  # the engine's start waits for the ranks
 _STOP_SECONDS = 10.0
+_LONGEST_MESSAGE = 1 << 16
 
 JoinState: TypeAlias = Literal["joining", "ready", "refused", "lost", "closed"]
 
@@ -82,15 +72,13 @@ class RegionJoin:
         self._changed = threading.Condition()
         self._mapping: Mapping | None = None
         self._view: memoryview | None = None
-        self._connection: Connection | None = None
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._region_state: RegionState | None = None
+        self._desk: Desk | None = None
+        self._sock: socket.socket | None = None
+        self._owner = 0
+        self._pidfd: int | None = None
         self._thread: threading.Thread | None = None
         self._leaving = False
-        self._pinned: int | None = None
-        self._pinned_said: int | None = None
-        for sock in (self._wake_reader, self._wake_writer):
-            sock.setblocking(False)
 
     @classmethod
     def start(cls, engine_id: str, layout: CacheLayout, rank: int, *, start_deadline: float = 60.0) -> "RegionJoin":
@@ -136,7 +124,7 @@ class RegionJoin:
     @property
     def populated_rows(self) -> int:
         """Rows, from the first, whose memory is there already."""
-        return self._status.populated_rows
+        return self.poll().populated_rows
 
     @property
     def row_stride(self) -> int:
@@ -152,13 +140,19 @@ class RegionJoin:
 
     def poll(self) -> JoinStatus:
         """Return the state of this rank. Never blocks."""
-        return self._status
+        status, region = self._status, self._region_state
+        if region is None or status.prefault_ended:
+            return status
+        return JoinStatus(status.state, status.reason, *region.progress)
 
     def wait_change(self, seen: JoinStatus, timeout: float) -> JoinStatus:
         """Block until the status is another one than ``seen``, for at most so many seconds; return it."""
+        end, pause = time.monotonic() + waitable(timeout), FIRST_LOOK
         with self._changed:
-            self._changed.wait_for(lambda: self._status != seen, waitable(timeout))
-            return self._status
+            while (status := self.poll()) == seen and (left := end - time.monotonic()) > 0:
+                self._changed.wait(min(pause, left))  # a change of the state wakes it, more rows do not
+                pause = min(2 * pause, LONGEST_LOOK)
+            return status
 
     def wait(self, timeout: float) -> None:
         """Block until this rank is ready; StartError in one line if it will not be, or is not in time."""
@@ -172,47 +166,39 @@ class RegionJoin:
 
     def pinned(self, rows: int) -> None:
         """Report to the region's owner that this rank has pinned so many rows, and pins on. Any thread; never waits."""
-        self._pinned = rows
-        self._wake()
+        if (desk := self._desk) is not None and self.state == "ready":
+            desk.pinned = rows
 
     def settle(self) -> None:
-        """Notify the region's owner that this rank has pinned all rows, or pins no more. Any thread, never blocks."""
+        """Report to the region's owner that this rank has pinned all rows, or pins no more. Any thread; never waits."""
         self.pinned(SETTLED)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it wakes anyway; or this rank is closed
-            self._wake_writer.send(b"x")
 
     def close(self) -> None:
         """Unmap the region and notify its owner. A buffer still in use keeps the memory mapped, with a warning."""
         if self.state == "closed":
             return
         self._leaving = True
-        self._wake()
+        if (sock := self._sock) is not None:
+            with contextlib.suppress(OSError):  # the thread has just closed it
+                sock.shutdown(socket.SHUT_RD)  # wakes the thread
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
+        self._end("closed", "")
         self._view = None
         unmapped = self._mapping is None or self._mapping.close()
         if not unmapped:
             _log.warning("%s: a buffer made from its view is still in use; its memory stays mapped", self._where)
-        if self._connection is not None:
-            if unmapped and self._connection.open:
-                self._connection.send(encode_message(Kind.GOODBYE))
-            self._connection.close()
-        self._selector.close()
-        self._wake_reader.close()
-        self._wake_writer.close()
-        self._end("closed", "")
+        elif self._sock is not None:
+            with contextlib.suppress(OSError):  # the owner's end was not noticed yet
+                self._sock.send(Kind.GOODBYE.message())
+        self._disconnect()
 
     def detach(self) -> None:
         """Close everything in a forked child, where this rank counts as closed. The mapping does the same."""
         self._changed = threading.Condition()  # another thread may have held the lock at the fork
-        if self._connection is not None:
-            self._connection.detach()
-        self._selector.close()
-        self._wake_reader.close()
-        self._wake_writer.close()
-        self._end("closed", "this process was forked from the rank's")
+        why = "this process was forked from the rank's"  # and has none of its pages: they are not looked at
+        self._set(dataclasses.replace(self._status, state="closed", reason=why, prefault_ended=True))
+        self._disconnect()
 
     # The joining thread.
 
@@ -222,132 +208,121 @@ class RegionJoin:
             self._changed.notify_all()
 
     def _end(self, state: JoinState, reason: str) -> None:
-        self._set(dataclasses.replace(self._status, state=state, reason=reason, prefault_ended=True))
+        self._set(dataclasses.replace(self.poll(), state=state, reason=reason, prefault_ended=True))
+        self._region_state = self._desk = None  # unmapped with the last look that another thread takes
 
     def _run(self, deadline: float, seconds: float) -> None:
         with logged_boundary(_log, "%s: the joining thread ended", self._where) as joining:
             try:
                 self._join(deadline, seconds)
-            except (StartError, HandshakeError) as error:
+            except StartError as error:
                 self._give_up(str(error))
         if joining.error:  # what waits for this rank must get the reason
             self._give_up(f"its joining thread ended: {joining.error}")
 
-    def _join(self, deadline: float, seconds: float) -> None:
-        require_linux()
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda _: None)
-        while self._connect(deadline, seconds):
-            if self._converse(deadline, seconds):
-                return
-
     def _give_up(self, reason: str) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        self._disconnect()
         _log.warning("%s: offloading stays off: %s", self._where, reason)  # nothing else may ever ask for the reason
         self._end("lost" if self._mapping else "refused", reason)
 
+    def _join(self, deadline: float, seconds: float) -> None:
+        require_linux()
+        while self._connect(deadline, seconds):
+            while self._receive(deadline, seconds):
+                pass
+            if self._leaving:
+                return
+            self._disconnect()
+            if self.state == "ready":
+                reason = f"the scheduler's process {self._owner} has ended or closed the region"
+                _log.warning("%s: %s", self._where, reason)
+                self._end("lost", reason)
+                return
+
     def _connect(self, deadline: float, seconds: float) -> bool:
-        """Connect, retrying until the socket exists; False if closed meanwhile. StartError at the deadline."""
+        """Say HELLO to the region's owner, once there is one; False if closed meanwhile. StartError at the deadline."""
         delay = _FIRST_DELAY
-        while True:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.setblocking(False)
+        while not self._leaving:
             try:
-                sock.connect(socket_name(self.engine_id, os.geteuid()))
+                self._sock = connect(self.engine_id)
             except OSError as error:
-                sock.close()
                 if error.errno not in {errno.ECONNREFUSED, errno.EAGAIN}:
                     raise StartError(f"cannot reach the scheduler's process: {error}") from None
             else:
-                self._connection = Connection(sock, self._selector, self._on_socket)
-                return True
+                self._say_hello(self._sock)
+                return not self._leaving
             if time.monotonic() >= deadline:
                 raise StartError(
                     f"no scheduler answered within {seconds:.3g} s; is it started with this engine id, on this "
                     "machine, as this user, in the same container (network namespace)?"
                 )
-            if self._selector.select(delay):
-                return False
+            time.sleep(delay)
             delay = min(2 * delay, _LONGEST_DELAY)
+        return False
 
-    def _converse(self, deadline: float, seconds: float) -> bool:
-        """Exchange messages until either side closes; False if the scheduler closed before it admitted this rank."""
-        connection = self._connection
-        assert connection is not None
-        if connection.uid != os.geteuid():
+    def _say_hello(self, sock: socket.socket) -> None:
+        self._owner, uid = peer_credentials(sock)
+        if uid != os.geteuid():
             raise StartError(
-                f"process {connection.pid} of user id {connection.uid} answers in the scheduler's place, and this rank "
+                f"process {self._owner} of user id {uid} answers in the scheduler's place, and this rank "
                 f"runs as {os.geteuid()}; run both as one user, or choose another engine id if it is a stranger"
             )
         with contextlib.suppress(ProcessLookupError):  # the end of the stream shows it too
-            connection.watch_exit(lambda _: connection.hang_up())
-        hello = {"rank": self.rank, "layout": json.loads(self.layout.to_json()), "speaks": SPEAKS}
-        connection.send(encode_message(Kind.HELLO, json.dumps(hello).encode()))
-        while connection.open:
-            joining = self.state == "joining"
-            ready = self._selector.select(max(0.0, deadline - time.monotonic()) if joining else None)
-            if joining and not ready:
-                raise StartError(f"the scheduler's process {connection.pid} did not answer within {seconds:.3g} s")
-            for key, events in ready:
-                if key.fileobj is self._wake_reader and self._is_woken_to_leave(connection):
-                    return True
-                key.data(events)
-        connection.close()
-        if self.state == "joining":
-            return False
-        reason = f"the scheduler's process {connection.pid} has ended or closed the region"
-        _log.warning("%s: %s", self._where, reason)
-        self._end("lost", reason)
-        return True
+            self._pidfd = peer_pidfd(sock)
+        hello = {"format": FORMAT, "rank": self.rank, "layout": json.loads(self.layout.to_json())}
+        try:
+            sock.send(Kind.HELLO.message(json.dumps(hello).encode()))
+        except OSError as error:  # any other one is seen when the answer is read
+            if error.errno == errno.EMSGSIZE:
+                raise StartError(f"its cache layout is too large for a message: {error}") from None
 
-    def _is_woken_to_leave(self, connection: Connection) -> bool:
-        if self._leaving:
+    def _disconnect(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self._sock = self._pidfd = None
+
+    def _receive(self, deadline: float, seconds: float) -> bool:
+        """Wait for a message and take it; False if the owner has ended or hung up, StartError if it refuses."""
+        assert self._sock is not None
+        ready = select.poll()
+        for source in (self._sock, self._pidfd):
+            if source is not None:
+                ready.register(source, select.POLLIN)
+        left = max(0.0, deadline - time.monotonic()) if self.state == "joining" else None
+        found = ready.poll(None if left is None else left * 1000)
+        if not found:
+            raise StartError(f"the scheduler's process {self._owner} did not answer within {seconds:.3g} s")
+        try:
+            message, fds = receive_fds(self._sock, _LONGEST_MESSAGE, 3)
+        except ConnectionResetError:  # reported once: what was sent before, or the end, comes next
             return True
-        self._wake_reader.recv(4096)
-        rows = self._pinned
-        if rows is not None and rows != self._pinned_said and self.state == "ready":
-            self._pinned_said = rows
-            connection.send(encode_pinned(rows))
-        return False
-
-    def _on_socket(self, events: int) -> None:
-        connection = self._connection
-        assert connection is not None
-        if events & selectors.EVENT_WRITE:
-            connection.flush()
-        if not connection.open or not events & selectors.EVENT_READ:
-            return
+        except OSError:  # the pidfd alone is ready: another process may hold the socket of one that has ended
+            return False
         try:
-            messages, fds = connection.receive()
-        except EOFError:
-            connection.hang_up()
-            return
-        try:
-            for message in messages:
-                self._take(message, fds)
+            if message[:1] == Kind.REFUSED.message():
+                raise StartError(f"refused by the scheduler's process: {message[1:].decode(errors='replace')}")
+            if message == Kind.WELCOME.message() and self._mapping is None:
+                self._map(fds)
         finally:
             for fd in fds:
                 os.close(fd)
+        return bool(message)
 
-    def _take(self, message: Message, fds: list[int]) -> None:
-        if message.kind == Kind.REFUSED:
-            raise StartError(f"refused by the scheduler's process: {message.body.decode(errors='replace')}")
-        if message.version != HANDSHAKE_VERSION:
-            raise StartError(
-                f"the scheduler's process speaks version {message.version} of the handshake, this rank "
-                f"{HANDSHAKE_VERSION}; install the same kvtiers for both"
-            )
-        if message.kind == Kind.WELCOME and fds:
-            self._map(decode_welcome(message.body), fds[0])
-        elif message.kind == Kind.PROGRESS:
-            self._set(JoinStatus("ready", "", *decode_progress(message.body)))
-
-    def _map(self, welcome: Welcome, fd: int) -> None:
-        used = welcome.num_rows * welcome.row_stride
-        if welcome.row_stride != self.layout.row_stride or not used <= welcome.map_bytes <= os.fstat(fd).st_size:
-            raise StartError(f"the scheduler's process offers memory of another shape: {welcome}")
-        self._mapping = map_memory(fd, welcome.map_bytes, used, core_dumps=self._core_dumps)
+    def _map(self, fds: Sequence[int]) -> None:
+        if len(fds) != 3:
+            raise StartError("no descriptor is to be had for the region's memory; raise the limit of open files")
+        rows, state, desk = fds
+        region = RegionState(state, writable=False)
+        num_rows, row_stride, map_bytes = region.shape
+        used = num_rows * row_stride
+        if row_stride != self.layout.row_stride or not used <= map_bytes <= os.fstat(rows).st_size:
+            raise StartError(f"the scheduler's process offers memory of another shape: {region.shape}")
+        self._desk = Desk(desk, writable=True)
+        self._mapping = map_memory(rows, map_bytes, used, core_dumps=self._core_dumps)
         prefer_huge_pages(self._mapping)  # as the pre-fault program did: what it got is mapped as it lies
         self._view = self._mapping.view
-        self.num_rows = welcome.num_rows
-        self._set(JoinStatus("ready", "", welcome.populated_rows, welcome.prefault_ended, welcome.memory_is_short))
+        self.num_rows = num_rows
+        self._region_state = region
+        self._set(dataclasses.replace(self._status, state="ready"))

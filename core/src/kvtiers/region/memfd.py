@@ -120,17 +120,27 @@ def create_memfd(name: str, nbytes: int, huge_pages: HugePages = "off") -> int:
 class Mapping:
     """One process's mapping of ``nbytes``: of a memfd, or (``fd`` -1) of memory of its own.
 
-    ``view``: the first ``view_bytes`` of it, flat, writable, format "B". The memory is unmapped when the last
-    object that was made from the view is gone, never before. No forked child has a memfd's mapping, however it was
-    forked. The memory is in no core file unless ``core_dumps``: prompts can be recovered from it. ``for_children``:
-    buffers made from it stay usable in a forked child, where they are empty; else touching them there is a fault, since
-    a store that is given zeros for a value's bytes would write them.
+    ``view``: the first ``view_bytes`` of it, flat, format "B", read-only unless ``writable``. The memory is unmapped
+    when the last object that was made from the view is gone, never before. No forked child has a memfd's mapping,
+    however it was forked. The memory is in no core file unless ``core_dumps``: prompts can be recovered from it.
+    ``for_children``: buffers made from it stay usable in a forked child, where they are empty; else touching them there
+    is a fault, since a store that is given zeros for a value's bytes would write them.
     """
 
     def __init__(
-        self, fd: int, nbytes: int, view_bytes: int, *, core_dumps: bool = False, for_children: bool = True
+        self,
+        fd: int,
+        nbytes: int,
+        view_bytes: int,
+        *,
+        core_dumps: bool = False,
+        for_children: bool = True,
+        writable: bool = True,
     ) -> None:
-        self.address = _map_shared(fd, nbytes) if fd >= 0 else _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if fd >= 0:
+            self.address = _map_shared(fd, nbytes, _READ_WRITE if writable else mmap.PROT_READ)
+        else:
+            self.address = _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.nbytes = nbytes
         if not core_dumps:
             _libc.madvise(self.address, nbytes, _MADV_DONTDUMP)
@@ -141,7 +151,8 @@ class Mapping:
         # Not at exit: other threads, and a GPU, may still be using the memory while the interpreter goes down.
         weakref.finalize(exporter, _libc.munmap, self.address, nbytes).atexit = False
         self._exporter = weakref.ref(exporter)
-        self._view: memoryview | None = memoryview(exporter).cast("B")[:view_bytes]
+        view = memoryview(exporter).cast("B")[:view_bytes]
+        self._view: memoryview | None = view if writable else view.toreadonly()
         if fd >= 0:
             detach_in_children(self)
 
@@ -176,15 +187,15 @@ def _map(place: int | None, nbytes: int, flags: int, fd: int = -1, access: int =
     return int(address)
 
 
-def _map_shared(fd: int, nbytes: int) -> int:
+def _map_shared(fd: int, nbytes: int, access: int) -> int:
     """Map a memfd where its huge pages, if it has any, are mapped whole: address and offset are multiples of theirs."""
     page = HUGE_PAGE_BYTES["2MiB"]
     if nbytes < page or os.fstat(fd).st_blksize > page:  # pages of 1 GiB: the kernel finds a place by itself
-        return _map(None, nbytes, mmap.MAP_SHARED, fd)
+        return _map(None, nbytes, mmap.MAP_SHARED, fd, access)
     free = _map(None, nbytes + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, access=_PROT_NONE)
     place = -(-free // page) * page
     try:
-        _map(place, nbytes, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        _map(place, nbytes, mmap.MAP_SHARED | _MAP_FIXED, fd, access)
     except OSError:
         _libc.munmap(free, nbytes + page)
         raise
@@ -222,10 +233,11 @@ def map_memory(
     *,
     core_dumps: bool = False,
     for_children: bool = True,
+    writable: bool = True,
 ) -> Mapping:
     """Map a memfd (-1: memory of its own); StartError in one line if the memory, or the huge pages, are not there."""
     try:
-        return Mapping(fd, nbytes, view_bytes, core_dumps=core_dumps, for_children=for_children)
+        return Mapping(fd, nbytes, view_bytes, core_dumps=core_dumps, for_children=for_children, writable=writable)
     except OSError as error:
         if huge_pages == "off" or error.errno != errno.ENOMEM:
             raise StartError(f"cannot map {nbytes} bytes of the region: {error}") from None

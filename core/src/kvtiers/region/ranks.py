@@ -20,9 +20,9 @@ from typing import TypeAlias
 
 from kvtiers.api import StartError
 from kvtiers.api.units import waitable
-from kvtiers.region.handshake import SETTLED
+from kvtiers.region.state import SETTLED
 
-__all__ = ["PrefaultEnded", "RankGone", "RankJoined", "RankLost", "RankRefused", "RankTable", "RegionEvent"]
+__all__ = ["PrefaultEnded", "RankGone", "RankJoined", "RankLost", "RankTable", "RegionEvent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,6 @@ class RankJoined:
 
     rank: int
     pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankRefused:
-    """A process was refused, with the reason. ``rank`` is None if it had not stated one yet."""
-
-    rank: int | None
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +55,7 @@ class PrefaultEnded:
     error: str
 
 
-RegionEvent: TypeAlias = RankJoined | RankRefused | RankLost | RankGone | PrefaultEnded
-
-
-_MOST_EVENTS = 1_000
+RegionEvent: TypeAlias = RankJoined | RankLost | RankGone | PrefaultEnded
 
 
 class RankTable:
@@ -81,8 +70,8 @@ class RankTable:
         self.world_size = world_size
         self._populating = settled_first
         self._settled_first = settled_first
-        self._settled: set[int] = set()
         self._pinned: dict[int, int] = {}
+        self._settled = 0
         self.least_pinned: int | None = None
         """Rows that all ranks have pinned which pin on; None where no rank does. Read without the lock."""
         self._events: SimpleQueue[RegionEvent] = SimpleQueue()
@@ -100,18 +89,27 @@ class RankTable:
         """Every rank has joined, what else the region is to wait for has come, and nothing of it is broken."""
         if not self.all_joined or self._broken:
             return False
-        return not self._settled_first or (not self._populating and len(self._settled) == self.world_size)
+        return not self._settled_first or not (self._populating or self.pins)
 
-    def pinned(self, rank: int, rows: int) -> None:
-        """Record that this rank has pinned so many rows, or (``SETTLED``) will pin no more than it has."""
+    @property
+    def pins(self) -> bool:
+        """A rank that has joined pins rows, or has yet to say so."""
+        return self._settled < len(self._joined)
+
+    def pinned(self, rank: int, rows: int) -> bool:
+        """Record that this rank has pinned so many rows, or (``SETTLED``) pins no more; return whether that is new."""
         with self._changed:
-            if rows != SETTLED:
-                self._pinned[rank] = rows
-            else:
-                self._pinned.pop(rank, None)
-                self._settled.add(rank)
+            if self._pinned.get(rank) == rows:
+                return False
+            self._pinned[rank] = rows
+            self._count_pinned()
             self._changed.notify_all()
-            self.least_pinned = min(self._pinned.values(), default=None)
+            return True
+
+    def _count_pinned(self) -> None:
+        pinning = [rows for rows in self._pinned.values() if rows != SETTLED]
+        self._settled = len(self._pinned) - len(pinning)
+        self.least_pinned = min(pinning, default=None)
 
     def occupant(self, rank: int) -> int | None:
         """Return the process that is this rank, or was and may still touch its rows."""
@@ -140,15 +138,12 @@ class RankTable:
             self.all_joined = not self._missing()
             self._post(RankJoined(rank, pid))
 
-    def refuse(self, rank: int | None, reason: str, *, ours: bool) -> None:
-        """Record a refusal. ``ours``: of a rank of this engine and not of a stranger, so that waiting is in vain."""
+    def refuse(self, rank: int | None, reason: str) -> None:
+        """Record that a rank of this engine was refused, so that waiting for it is in vain."""
         with self._changed:
-            if ours and not self.all_joined:
-                self._setback = self._setback or f"{_name(rank)} was refused: {reason}"
-            if self._events.qsize() < _MOST_EVENTS:  # an idle engine takes none, and any process can be refused
-                self._post(RankRefused(rank, reason))
-            else:
-                self._changed.notify_all()
+            if not self.all_joined:
+                self._setback = self._setback or f"{'a rank' if rank is None else f'rank {rank}'} was refused: {reason}"
+            self._changed.notify_all()
 
     def lose(self, rank: int) -> None:
         """Record that this rank's connection has ended."""
@@ -159,8 +154,7 @@ class RankTable:
             self._lost[rank] = self._joined.pop(rank)
             self.all_joined = False
             self._pinned.pop(rank, None)
-            self.least_pinned = min(self._pinned.values(), default=None)
-            self._settled.discard(rank)
+            self._count_pinned()
             self._post(RankLost(rank))
 
     def forget(self, rank: int) -> None:
@@ -218,11 +212,11 @@ class RankTable:
     def wait_pinned(self, rows: int, timeout: float) -> bool:
         """Wait until each rank has pinned so many rows, or will pin no more; return whether that came in time."""
 
-        def is_pinned(rank: int) -> bool:
-            return rank in self._settled or self._pinned.get(rank, 0) >= rows
+        def are_pinned() -> bool:
+            return all(self._pinned.get(rank, 0) >= rows for rank in range(self.world_size))
 
         with self._changed:
-            return self._changed.wait_for(lambda: all(map(is_pinned, range(self.world_size))), timeout)
+            return self._changed.wait_for(are_pinned, timeout)
 
     def _describe_unready(self, seconds: float) -> str:
         if not self.all_joined:
@@ -237,7 +231,3 @@ class RankTable:
             f"of {self.world_size} ranks these did not join within {seconds:.3g} s: {ranks}; are their workers "
             "started with this engine id, on this machine, as this user, in the same container (network namespace)?"
         )
-
-
-def _name(rank: int | None) -> str:
-    return "a rank" if rank is None else f"rank {rank}"

@@ -15,7 +15,7 @@ from kvtiers.api import StartError
 from kvtiers.api.units import format_size
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.region.early_memory import EarlyMemory
-from kvtiers.region.handshake import Welcome, listen, plain_id
+from kvtiers.region.handshake import listen, plain_id
 from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import (
     DEFAULT_WINDOW,
@@ -36,11 +36,11 @@ from kvtiers.region.ranks import (
     RankGone,
     RankJoined,
     RankLost,
-    RankRefused,
     RankTable,
     RegionEvent,
 )
 from kvtiers.region.server import AcceptThread
+from kvtiers.region.state import Desk, RegionState
 
 __all__ = [
     "AnonymousRegion",
@@ -49,7 +49,6 @@ __all__ = [
     "RankGone",
     "RankJoined",
     "RankLost",
-    "RankRefused",
     "RegionEvent",
     "SharedOffloadRegion",
 ]
@@ -230,10 +229,16 @@ class SharedOffloadRegion(OffloadRegion):
                 _log.warning("%s: %s", where, trouble)
             ranks = RankTable(where, world_size or layout.world_size, settled_first=prefault == "all")
             off = prefault == "off"
-            welcome = Welcome(num_rows, layout.row_stride, map_bytes, populated_rows=0, prefault_ended=off)
+            name = f"kvtiers-{plain_id(engine_id)}"
+            state = RegionState.create(f"{name}-state", num_rows, layout.row_stride, map_bytes)
+            undo.callback(state.close)
+            desks = []
+            for rank in range(ranks.world_size):
+                desks.append(Desk.create(f"{name}-desk-{rank}"))
+                undo.callback(desks[rank].close)
             wanted = min(prefault_window, map_bytes) if prefault == "ahead" else map_bytes
             launch = None if off else partial(_start_prefault, memfd, map_bytes, page, numa_node, wanted, early)
-            server = AcceptThread(listener, memfd, layout, welcome, ranks, launch, start_deadline)
+            server = AcceptThread(listener, memfd, layout, state, desks, ranks, launch, start_deadline)
             server.start()
             undo.pop_all()
         server.timings["create"] = seconds = time.monotonic() - started
