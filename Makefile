@@ -40,7 +40,7 @@ PYTEST = $(PYTHON) -m pytest --numprocesses=$(WORKERS)
 ENGINE_WORKERS ?= 2
 
 # The demo's tiers: Redis takes part where there is a server for it.
-DEMO := core replay plugins/example_tier plugins/fs_tier $(if $(shell command -v redis-server),plugins/redis_tier)
+DEMO := core replay plugins/policies plugins/example_tier plugins/fs_tier $(if $(shell command -v redis-server),plugins/redis_tier)
 DEMO_ARGS ?= --report demo-report.html
 
 # $(call step,NAME,COMMAND): run it, and say how long it took.

@@ -25,9 +25,9 @@ from baselines import vllm_tiering
 from lib.results import at_least, at_most, options_of, say
 
 from kvtiers.primary.eviction import BUILT_IN, EvictionPolicy, make_policy
-from kvtiers.primary.eviction.turn_hazard import ages
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.types import RequestHints
+from kvtiers_policies.turn_hazard import ages
 from kvtiers_replay.code_workload import code_workload
 from kvtiers_replay.plan import PlanTrace
 from kvtiers_replay.trace import read_trace
@@ -222,7 +222,7 @@ def cost(trace: PlanTrace, name: str) -> dict[str, float]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything."""
-    policies = [*BUILT_IN, *(options.policy or ())]
+    policies = [*BUILT_IN, LEARNS, *(options.policy or ())]
     ages._BATCH = options.batch  # noqa: SLF001 -- not an option: it is worth little
     cells, costs = [], {}
     for name in TRACES:

@@ -13,8 +13,8 @@ from typing import Any
 from lib.results import at_most, options_of, say
 
 from kvtiers.primary.eviction import BUILT_IN
-from kvtiers.what_if.keys_only import Case, CaseTier
-from kvtiers.what_if.what_if_thread import CORE_SHARE, WhatIf
+from kvtiers_policies.what_if.keys_only import Case, CaseTier
+from kvtiers_policies.what_if.what_if_thread import CORE_SHARE, WhatIf
 from kvtiers_replay.agent_workload import agent_workload
 
 ROWS, REQUESTS, EACH_SECOND = 2_000, 4_000, 50
@@ -38,13 +38,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure both."""
     requests = list(agent_workload(REQUESTS).requests)
     tiers = (CaseTier("disk", 10 * ROWS),)
-    what_if = WhatIf(Case(ROWS, "lru", tiers), list(BUILT_IN), ROWS, 512)
+    what_if = WhatIf(Case(ROWS, "lru", tiers), [*BUILT_IN, "turn-hazard"], ROWS, 512)
     feed(what_if, requests, CREDIT_SECONDS)
     counted = what_if.seconds
     took, process, calls = feed(what_if, requests, QUICK_SECONDS if options.quick else SECONDS)
     thread = (what_if.seconds - counted) / took
     what_if.close(30)
-    idle = WhatIf(Case(ROWS, "lru", tiers), list(BUILT_IN), ROWS, 512)  # a control: the same loop, nothing is served
+    idle = WhatIf(
+        Case(ROWS, "lru", tiers), [*BUILT_IN, "turn-hazard"], ROWS, 512
+    )  # a control: the same loop, nothing is served
     idle.close(30)
     control_took, control, _ = feed(idle, requests, QUICK_SECONDS if options.quick else SECONDS)
     found = {"thread": thread, "process": process / took - control / control_took, "calls": calls / took}

@@ -22,6 +22,7 @@ TIERS = {
     "kvtiers-gcs": {"gcs": "bucket: somewhere"},
     "kvtiers-azure": {"azure": "account: somewhere, container: kv-cache"},
     "kvtiers-objectstore": {},
+    "kvtiers-policies": {},
     "kvtiers-replay": {},
     "kvtiers-sglang": {},
     "kvtiers-transformers": {},
@@ -107,7 +108,9 @@ def test_a_tier_type_that_is_not_installed_is_one_line_that_names_it(alone):
     assert "'nowhere'" in line
 
 
-@pytest.mark.parametrize("distribution", sorted(ROOT.glob("plugins/*/")), ids=lambda path: path.name, indirect=True)
+@pytest.mark.parametrize(
+    "distribution", sorted(ROOT.glob("plugins/*_tier/")), ids=lambda path: path.name, indirect=True
+)
 def test_the_kit_of_the_testing_extra_runs_on_an_installed_plugin(distribution, alone):
     alone.install("kvtiers[testing]", *distribution.client)
     shutil.copytree(distribution.folder / "tests", alone.folder / "tests", dirs_exist_ok=True)

@@ -107,7 +107,7 @@ def test_the_extra_all_has_every_other_but_that_of_authors_and_every_tier_but_th
     ]
     (everything,) = extras["all"]
     assert everything == f"kvtiers[{','.join(sorted(set(extras) - {'all', 'testing'}))}]"
-    tiers = {name_of(path) for path in ROOT.glob("plugins/*/pyproject.toml")}
+    tiers = {name_of(path) for path in ROOT.glob("plugins/*_tier/pyproject.toml")}
     assert set(extras["tiers"]) == tiers - {"kvtiers-example"}
 
 

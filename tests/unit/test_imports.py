@@ -14,8 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core" / "src" / "kvtiers"
 LIBRARY_SOURCES = sorted(ROOT.glob("libraries/*/src/*/"))
-PLUGIN_SOURCES = sorted([*ROOT.glob("plugins/*/src/*/"), *LIBRARY_SOURCES])
-COMPANION_SOURCES = sorted([*ROOT.glob("replay/src/*/"), *ROOT.glob("integrations/*/src/*/")])
+PLUGIN_SOURCES = sorted([*ROOT.glob("plugins/*_tier/src/*/"), *LIBRARY_SOURCES])
+COMPANION_SOURCES = sorted(
+    path for folder in ("replay", "integrations/*", "plugins/policies") for path in ROOT.glob(f"{folder}/src/*/")
+)
 LIBRARY_PACKAGES = {folder.name for folder in LIBRARY_SOURCES}
 PLUGIN_PACKAGES = {folder.name for folder in PLUGIN_SOURCES}
 COMPANION_PACKAGES = {folder.name for folder in COMPANION_SOURCES}

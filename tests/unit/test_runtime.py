@@ -261,7 +261,7 @@ def test_a_tier_that_cannot_be_opened_does_not_stop_an_engine_that_does_not_requ
 
 
 def test_an_engine_says_what_other_sizes_would_hit(monkeypatch):
-    monkeypatch.setattr("kvtiers.what_if.what_if_thread._REPORT_SECONDS", 0.01)
+    monkeypatch.setattr("kvtiers_policies.what_if.what_if_thread._REPORT_SECONDS", 0.01)
     with running(config(secondary=[MEMORY], what_if=True)) as (manager, _, _):
         assert manager.takes_requests
         assert manager.stats()["what_if"] == {}

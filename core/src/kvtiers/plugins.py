@@ -1,8 +1,8 @@
 """The plugin loader: finds, imports and checks the one plugin that a config names.
 
-Plugins are entry points: tiers in the group ``kvtiers.tiers``, eviction policies in ``kvtiers.eviction``, commands of
-companion distributions in ``kvtiers.commands``. Only the one that is asked for is imported, so that a broken plugin
-never stops another.
+Plugins are entry points: tiers in the group ``kvtiers.tiers``, eviction policies in ``kvtiers.eviction``, admission
+policies in ``kvtiers.admission``, shadow caches in ``kvtiers.shadows``, commands in ``kvtiers.commands``. Only the one
+that is asked for is imported, so that a broken plugin never stops another.
 """
 
 import contextlib
@@ -14,13 +14,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, requires
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import pluggy
 
 from kvtiers._failures import error_text, plugin_boundary
 from kvtiers.api import (
     API_VERSION,
+    ConfigError,
     SecondaryTierManager,
     SupportsQuotas,
     TierConfig,
@@ -34,25 +35,33 @@ from kvtiers.api.declared import class_problems, option_problems
 from kvtiers.api.plugin import ENTRY_POINT_GROUP, OLD_API_VERSIONS, TierHookSpec
 
 __all__ = [
+    "ADMISSION_GROUP",
     "EVICTION_GROUP",
+    "SHADOW_GROUP",
+    "comes_with",
     "did_you_mean",
     "distribution_of",
     "installed_names",
     "installed_tiers",
     "load_class",
     "load_command",
+    "load_subclass",
     "load_tier",
     "open_plugin",
     "shown_name",
 ]
 
 EVICTION_GROUP = "kvtiers.eviction"
+ADMISSION_GROUP = "kvtiers.admission"
+SHADOW_GROUP = "kvtiers.shadows"
 
 _GROUPS = "kvtiers."
 _HOOK = "kvtiers_tier"
 _log = logging.getLogger("kvtiers.plugins")
 _OWN_TIER = re.compile(r"(kvtiers-([\w-]+))\b.*extra == ['\"]tiers['\"]")
+_T = TypeVar("_T")
 _NAME = re.compile(r"\w{1,40}(-[A-Za-z0-9_]{1,20}){0,3}", re.ASCII)
+_POLICIES = {EVICTION_GROUP: "turn-hazard", ADMISSION_GROUP: "expected-reuse", SHADOW_GROUP: "what-if"}
 _warned: set[str] = set()
 
 
@@ -136,6 +145,24 @@ def load_class(group: str, name: str, what: str) -> type[Any]:
     return loaded
 
 
+def load_subclass(group: str, name: str, what: str, base: type[_T]) -> type[_T]:
+    """Import a class as ``load_class`` does; ConfigError, one line, also if it is no complete subclass of ``base``."""
+    try:
+        found = load_class(group, name, what)
+    except TierPluginError as error:
+        raise ConfigError(str(error)) from error
+    if not issubclass(found, base):
+        raise ConfigError(f"{what} {name!r}: expected a subclass of {base.__name__}, got {found!r}")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigError(f"{what} {name!r}: {found.__name__} does not define {', '.join(missing)}")
+    return found
+
+
+def comes_with(group: str, name: str) -> str:
+    """Return the distribution of kvtiers that has an entry point of this name, "" if none has."""
+    return _distributions(group).get(name, "")
+
+
 def load_command(name: str) -> CommandPlugin:
     """Return the description of a companion's command; TierPluginError, one line, if it is unusable."""
     entry = _find(COMMAND_GROUP, name, "command")
@@ -192,7 +219,7 @@ def _find(group: str, name: str, what: str) -> EntryPoint:
     matching = [entry for entry in entries if entry.name == name]
     if not matching:
         known = sorted({entry.name for entry in entries})
-        others = _not_installed() if group == ENTRY_POINT_GROUP else {}
+        others = _distributions(group)
         if name in others:
             comes_with = f"comes with {others[name]}, which is not installed: pip install {others[name]}"
             raise TierPluginError(f"{what} {name!r} {comes_with}")
@@ -205,8 +232,12 @@ def _find(group: str, name: str, what: str) -> EntryPoint:
     return matching[0]
 
 
-def _not_installed() -> dict[str, str]:
-    """Return the distributions with tiers that belong to this one, by the tier type: its own metadata names them."""
+def _distributions(group: str) -> dict[str, str]:
+    """Return the distributions of kvtiers with entry points of this group, by name; tiers' are in core's metadata."""
+    if group in _POLICIES:
+        return {_POLICIES[group]: "kvtiers-policies"}
+    if group != ENTRY_POINT_GROUP:
+        return {}
     with contextlib.suppress(PackageNotFoundError):
         found = (_OWN_TIER.match(line) for line in requires("kvtiers") or ())
         return {match[2]: match[1] for match in found if match}

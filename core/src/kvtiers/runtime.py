@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers._process import hold_standard_descriptors
-from kvtiers.api import StartError, TierConfig
+from kvtiers.api import StartError
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.engine_lifecycle import EngineLifecycle
 from kvtiers.gpu.settings import CopySettings
@@ -28,24 +28,20 @@ from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.live_config import LiveEngine
 from kvtiers.model_identity import with_model
-from kvtiers.primary.eviction import BUILT_IN
+from kvtiers.plugins import SHADOW_GROUP, load_class
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
-from kvtiers.tiering.engine_side import EventSide
+from kvtiers.tiering.engine_side import EventSide, ShadowSide
 from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager, Tracing
 from kvtiers.tiering.recorder import Recorder
 
-if TYPE_CHECKING:
-    from kvtiers.what_if.what_if_thread import WhatIf
-
 __all__ = ["EngineFacts", "begin_memory", "open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
-_MOST_PRIMARIES = 32  # the largest tier of a shadow cache, so that its keys are bounded
 _START_PIECE_SECONDS = 0.05  # of pinning at a time, where the start waits for it
 _anonymous_regions: dict[str, AnonymousRegion] = {}
 """By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
@@ -121,7 +117,7 @@ def open_manager(
         publisher = _publisher(config, layout, engine.naming, undo)
         tracing = _tracing(config, layout, engine_id, undo)
         options = partial(_tiering_options, prior=prior_seconds_per_token(layout), estimate=engine.prefill_seconds)
-        what_if = _what_if(config, layout, region)  # last: nothing below starts a thread, which can fail
+        what_if = _what_if(config, region, layout)  # last: nothing below starts a thread, which can fail
         manager = TieringManager(
             engine_id,
             primary,
@@ -290,39 +286,13 @@ def _tracing(config: OffloadConfig, layout: CacheLayout, engine_id: str, undo: c
     return traced(queue, writer.close)
 
 
-def _what_if(config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> "WhatIf | None":
-    """Return shadow caches of the group by which prompts are measured; the groups have equal parts of the rows."""
+def _what_if(config: OffloadConfig, region: OffloadRegion, layout: CacheLayout) -> ShadowSide | None:
+    """Return shadow caches, of the group by which prompts are measured."""
     if not config.what_if:
         return None
-    # Imported here: nothing of it is loaded where it is off.
-    from kvtiers.what_if.keys_only import Case, CaseTier
-    from kvtiers.what_if.what_if_thread import WhatIf
-
-    groups = range(len(layout.groups))
-    values = sum(layout.value_bytes(group) for group in groups)
-    rows, capacity = max(1, region.num_rows // len(groups)), region.num_rows * region.row_stride
-    tiers = tuple(
-        CaseTier(
-            tier.tier_name,
-            _chunks_of(tier, values, rows),
-            tier.admission,
-            tier.read_only,
-            tier.may_lose,
-            None if tier.writes_per_hour is None else tier.writes_per_hour / values,
-        )
-        for tier in config.secondary
-    )
-    shares = tuple(config.tenants.shares().items()) if config.tenants is not None else ()
-    now = Case(rows, config.primary.eviction, tiers, config.budgets, config.clean_reserve, shares)
-    group = layout.prefix_group
-    return WhatIf(now, list(BUILT_IN), capacity, layout.tokens_per_chunk(group), layout.blocks_per_chunk, group)
-
-
-def _chunks_of(tier: TierConfig, value_bytes: int, rows: int) -> int:
-    """Return what a tier holds; one whose capacity is not known here counts as the largest that is simulated."""
-    capacity = getattr(tier, "capacity", None)
-    most = _MOST_PRIMARIES * rows
-    return min(most, max(1, capacity // value_bytes)) if isinstance(capacity, int) else most
+    shadows = load_class(SHADOW_GROUP, "what-if", "shadow cache")
+    opened: ShadowSide = shadows.of_engine(config, layout, region.num_rows, region.row_stride)
+    return opened
 
 
 def _tiering_options(config: OffloadConfig, prior: float = 0.0, estimate: float | None = None) -> TieringOptions:

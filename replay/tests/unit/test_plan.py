@@ -12,7 +12,7 @@ from kvtiers.config import BudgetConfig
 from kvtiers.config.tenants import TenantsConfig
 from kvtiers.primary.eviction import BUILT_IN
 from kvtiers.types import RequestContext
-from kvtiers.what_if.keys_only import KeysOnlyStack, ServedRequest
+from kvtiers_policies.what_if.keys_only import KeysOnlyStack, ServedRequest
 from kvtiers_replay.plan import (
     Plan,
     PlanCase,
@@ -90,7 +90,7 @@ def test_an_unbounded_primary_hits_what_an_infinite_cache_would(trace):
     assert point.hits["primary"] == trace.infinite_hits
 
 
-@pytest.mark.parametrize("policy", list(BUILT_IN))
+@pytest.mark.parametrize("policy", [*BUILT_IN, "turn-hazard"])
 def test_a_tier_without_bounds_makes_any_primary_as_good_as_an_infinite_cache(trace, policy):
     point = simulate(trace, PlanCase(100, policy, tiers=(PlanTier("big"),), budgets=WIDE))
     assert sum(point.hits.values()) == trace.infinite_hits

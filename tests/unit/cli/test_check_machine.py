@@ -70,7 +70,7 @@ def test_where_another_policy_would_pay_and_which_prompts_exceed_the_budgets_is_
     tier = {"type": "memory", "capacity": "1GiB"}
     text = "\n".join(finding.text for finding in examine(config("100GiB", (tier,)), machine()))
     (lru,) = (line for line in text.splitlines() if line.startswith("eviction: lru"))
-    assert "'turn-hazard' may hit more where the primary is small" in lru
+    assert "'turn-hazard' (kvtiers-policies) may hit more where the primary is small" in lru
     assert "'kvtiers plan --trace' says it of your recorded requests" in lru
     assert len(lru) < 160
     assert (

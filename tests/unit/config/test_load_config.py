@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvtiers import plugins
 from kvtiers.api import ConfigError
 from kvtiers.config import ModelConfig, load_config
 
@@ -209,3 +210,18 @@ def test_a_secret_s_file_that_never_answers_is_refused(wrong, tmp_path, with_tie
 def test_a_namespace_that_cannot_stand_in_a_storage_name_is_refused(name):
     (line,) = problems({"version": 1, "primary": {"capacity": 1}, "namespace": name})
     assert line.startswith(f"config: namespace: {name!r} cannot be used; expected ")
+
+
+def test_policies_that_are_not_installed_are_a_line_each_that_says_what_to_install(monkeypatch, tmp_path):
+    installed = plugins._installed
+    monkeypatch.setattr(
+        plugins, "_installed", lambda group: [e for e in installed(group) if e.dist.name != "kvtiers-policies"]
+    )
+    tier = {"type": "fs", "path": str(tmp_path), "capacity": "1GiB", "admission": "expected-reuse"}
+    primary = {"capacity": "1GiB", "eviction": "turn-hazard"}
+    comes = "comes with kvtiers-policies, which is not installed: pip install kvtiers-policies"
+    assert problems({"version": 1, "primary": primary, "secondary": [tier], "what_if": True}) == [
+        f"config: primary.eviction: eviction policy 'turn-hazard' {comes}",
+        f"config: secondary[0] (fs): admission: admission policy 'expected-reuse' {comes}",
+        f"config: what_if: shadow cache 'what-if' {comes}",
+    ]

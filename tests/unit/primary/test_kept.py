@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers_policies.forecast import WithForecast
 
 POLICIES = ["lru", "arc", "turn-hazard"]
 
@@ -23,7 +24,7 @@ class Rows:
         )
         self.tier.store_everything()
         if forecast:
-            self.tier.forecast_reuse(())
+            self.tier.forecast_reuse((), WithForecast)
 
     def store(self, keys, request="", *, finish=True):
         """Store chunks for a request; what left for them, None if there is no room."""

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.api import ConfigError
-from kvtiers.primary.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, TurnHazardPolicy, make_policy, policy_class
+from kvtiers.primary.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, make_policy, policy_class
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers_policies.turn_hazard import TurnHazardPolicy
 
 POLICIES = [LRUPolicy, ARCPolicy, TurnHazardPolicy]
 

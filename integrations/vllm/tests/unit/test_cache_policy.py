@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvtiers.primary.eviction import BUILT_IN, TurnHazardPolicy
+from kvtiers.primary.eviction import BUILT_IN
+from kvtiers_policies.turn_hazard import TurnHazardPolicy
 from kvtiers_vllm.own_tiering import tier_names
 from kvtiers_vllm.plugin import register
 
@@ -186,7 +187,7 @@ class AgainstManager(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("says_who", [False, True])
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", [*BUILT_IN, "turn-hazard"])
 def test_what_is_idle_can_leave_and_nothing_else_whatever_happened(module, name, says_who):
     run_state_machine_as_test(
         lambda: AgainstManager(Primary(module, name, 6, says_who)),
@@ -230,7 +231,7 @@ def test_a_prompt_stored_in_steps_and_read_back_is_one_run_of_its_requests_own_u
     assert (len(run.keys), run.uses) == (8, 2)
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", [*BUILT_IN, "turn-hazard"])
 def test_what_a_running_request_has_stored_leaves_where_nothing_else_can(module, name):
     primary = Primary(module, name, 4)
     first, keys = primary.begin("first", "abcd")
@@ -427,11 +428,11 @@ def test_a_policy_that_fails_three_times_an_hour_stays_and_the_fourth_error_in_a
 
 def test_every_policy_that_vllm_lacks_is_registered_by_a_name_that_vllm_config_writes(monkeypatch, module):
     fake_vllm.install(monkeypatch)
-    monkeypatch.setattr("kvtiers_vllm.plugin.installed_names", lambda _group: ["theirs"])
+    monkeypatch.setattr("kvtiers_vllm.plugin.installed_names", lambda _group: ["theirs", "turn-hazard"])
     register()
     names = {
         tier_names.policy_name(name): ("kvtiers_vllm.own_tiering.cache_policy", name)
-        for name in (*BUILT_IN.keys() - {"lru", "arc"}, "theirs")
+        for name in ("theirs", "turn-hazard")
     }
     assert fake_vllm.CachePolicyFactory.registered == names
     assert [tier_names.policy_name(name) for name in ("lru", "arc")] == ["lru", "arc"]

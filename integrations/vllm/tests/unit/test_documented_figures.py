@@ -17,7 +17,7 @@ from .test_stack_figures import Clock, Collection, clock, facts, stats, steps  #
 from .test_tier_figures import driver, report  # noqa: F401 -- fixtures
 
 ROOT = Path(__file__).parents[4]
-READMES = sorted(ROOT.glob("plugins/*/README.md"))
+READMES = sorted(ROOT.glob("plugins/*_tier/README.md"))
 TYPES = {path.parent.name: path.parent.name.removesuffix("_tier").replace("example", "memory") for path in READMES}
 
 

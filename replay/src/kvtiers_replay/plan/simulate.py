@@ -1,6 +1,6 @@
 """One case of a plan: a keys-only stack serves a whole workload, and no byte is moved.
 
-Admission, budgets, promotion and eviction are those of an engine (``kvtiers.what_if.keys_only``).
+Admission, budgets, promotion and eviction are those of an engine (``kvtiers_policies.what_if.keys_only``).
 """
 
 from collections import Counter
@@ -12,9 +12,9 @@ from kvtiers.api.keys import make_offload_key
 from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import budget_advice
 from kvtiers.types import TENANT_FIELD
-from kvtiers.what_if.keys_only import STEP_TOKENS, KeysOnlyStack, ServedRequest
-from kvtiers.what_if.keys_only import Case as PlanCase
-from kvtiers.what_if.keys_only import CaseTier as PlanTier
+from kvtiers_policies.what_if.keys_only import STEP_TOKENS, KeysOnlyStack, ServedRequest
+from kvtiers_policies.what_if.keys_only import Case as PlanCase
+from kvtiers_policies.what_if.keys_only import CaseTier as PlanTier
 from kvtiers_replay.workload import Workload
 
 __all__ = ["PlanCase", "PlanPoint", "PlanTier", "PlanTrace", "simulate", "tenant_in"]

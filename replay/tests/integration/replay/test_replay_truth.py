@@ -62,7 +62,7 @@ def test_the_primary_alone_hits_exactly_what_a_leaf_first_lru_hits(trace_file: P
     assert 0.1 < truth < 0.9
 
 
-@pytest.mark.parametrize("policy", list(BUILT_IN))
+@pytest.mark.parametrize("policy", [*BUILT_IN, "turn-hazard"])
 def test_a_replay_hits_what_the_plan_says_with_each_policy(trace_file: Path, policy: str, monkeypatch) -> None:
     # For both the time stands still: a replay is as fast as it can be, a plan goes by the trace's clock.
     monkeypatch.setattr(tier, "make_policy", lambda name, rows, _clock: make_policy(name, rows, lambda: 0.0))
@@ -76,7 +76,7 @@ def test_a_replay_hits_what_the_plan_says_with_each_policy(trace_file: Path, pol
     assert report.prefix_hits / report.references == pytest.approx(planned, abs=0 if policy == "lru" else POINTS)
 
 
-@pytest.mark.parametrize("policy", list(BUILT_IN))
+@pytest.mark.parametrize("policy", [*BUILT_IN, "turn-hazard"])
 def test_a_replay_hits_of_each_tenant_what_the_plan_says_with_shares(
     trace_file: Path, tmp_path: Path, policy: str, monkeypatch
 ) -> None:

@@ -87,7 +87,7 @@ def _eviction(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # 
     if config.primary.eviction == "lru":
         yield Finding(
             "ok",
-            "eviction: lru; 'turn-hazard' may hit more where the primary is small (docs/eviction.md): 'kvtiers plan "
+            "eviction: lru; 'turn-hazard' (kvtiers-policies) may hit more where the primary is small: 'kvtiers plan "
             "--trace' says it of your recorded requests",
         )
 

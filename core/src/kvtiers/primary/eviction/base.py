@@ -69,8 +69,8 @@ class EvictionPolicy(ABC):
         Comes for promotions, and for stores where tenants have shares. Need not find all of them: when it returns
         fewer, ``evict`` is called, with all that the request uses pinned meanwhile, which takes time for each of these;
         or, where tenants have shares, the first of ``coldest`` that it does not use are removed.
-        LRU and ARC look at each bucket's tail, up to the first chunk that the request has used; turn-hazard at the runs
-        of chunks that the request does not use at all. By default it finds none.
+        LRU and ARC look at each bucket's tail, up to the first chunk that the request has used. By default it finds
+        none.
         """
         del count, request_id
         return []
@@ -95,7 +95,7 @@ class EvictionPolicy(ABC):
     def forecasts_reuse(self) -> bool:
         """Begin to learn what ``expected_reuse`` answers; False, by default: this policy has no idea of it.
 
-        Then the primary keeps the model of turn-hazard beside the policy, for tiers with ``admission: expected-reuse``.
+        Then the admission policy that asks has a policy of its own put around this one (``AdmissionPolicy.around``).
         """
         return False
 

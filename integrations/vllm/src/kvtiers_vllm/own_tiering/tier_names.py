@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["OUR_POLICIES", "PREFIX", "policy_name", "tier_names"]
+__all__ = ["PREFIX", "policy_name", "tier_names"]
 
 PREFIX = "kvtiers-"
 """In front of a tier's type, in vLLM's names for tiers, and of an eviction policy's name."""
-OUR_POLICIES = ("turn-hazard",)
-"""kvtiers' own eviction policies that vLLM has not."""
 _VLLMS_POLICIES = ("lru", "arc")
 
 

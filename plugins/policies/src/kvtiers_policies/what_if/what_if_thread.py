@@ -13,17 +13,22 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from kvtiers._failures import logged_boundary
-from kvtiers.what_if.keys_only import STEP_TOKENS, Case
-from kvtiers.what_if.shadows import Asked, Shadows
+from kvtiers.api import TierConfig
+from kvtiers.config import OffloadConfig
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.primary.eviction import BUILT_IN
+from kvtiers_policies.what_if.keys_only import STEP_TOKENS, Case, CaseTier
+from kvtiers_policies.what_if.shadows import Asked, Shadows
 
 __all__ = ["CORE_SHARE", "WhatIf"]
 
 _log = logging.getLogger("kvtiers.what_if")
 CORE_SHARE = 0.005
 _CREDIT_SECONDS = 10.0  # unused time that may be caught up on
+_MOST_PRIMARIES = 32  # the largest tier of a shadow, so that its keys are bounded
 _MOST_ROWS = 1024  # of the shadow with the engine's own size
 _FEWEST_ROWS = 64  # of the same: with fewer the smallest shadow has no more than a request takes
 _MOST_WAITING = 1 << 16  # chunks of requests that are not served yet
@@ -68,6 +73,32 @@ class WhatIf:
         """Processor time of the thread."""
         self._thread = threading.Thread(target=self._run, name="kvtiers-what-if", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def of_engine(cls, config: OffloadConfig, layout: CacheLayout, rows: int, row_stride: int) -> Self:
+        """Return the shadows of an engine with so many rows, of ``row_stride`` bytes; groups have equal parts of them.
+
+        They are of the group by which prompts are measured.
+        """
+        groups = range(len(layout.groups))
+        values = sum(layout.value_bytes(group) for group in groups)
+        share = max(1, rows // len(groups))
+        tiers = tuple(
+            CaseTier(
+                tier.tier_name,
+                _chunks_of(tier, values, share),
+                tier.admission,
+                tier.read_only,
+                tier.may_lose,
+                None if tier.writes_per_hour is None else tier.writes_per_hour / values,
+            )
+            for tier in config.secondary
+        )
+        shares = tuple(config.tenants.shares().items()) if config.tenants is not None else ()
+        now = Case(share, config.primary.eviction, tiers, config.budgets, config.clean_reserve, shares)
+        group = layout.prefix_group
+        policies = [*BUILT_IN, "turn-hazard"]
+        return cls(now, policies, rows * row_stride, layout.tokens_per_chunk(group), layout.blocks_per_chunk, group)
 
     def request(
         self,
@@ -140,3 +171,10 @@ class WhatIf:
         self._free_at = max(self._free_at, now - _CREDIT_SECONDS) + spent / self._core_share
         if self._free_at > now:
             self._closing.wait(self._free_at - now)
+
+
+def _chunks_of(tier: TierConfig, value_bytes: int, rows: int) -> int:
+    """Return what a tier holds; one whose capacity is not known here counts as the largest that is simulated."""
+    capacity = getattr(tier, "capacity", None)
+    most = _MOST_PRIMARIES * rows
+    return min(most, max(1, capacity // value_bytes)) if isinstance(capacity, int) else most

@@ -27,10 +27,10 @@ import numpy as np
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
-from kvtiers.primary.eviction.turn_hazard.ages import Ages
-from kvtiers.primary.eviction.turn_hazard.prefix_tree import PrefixTree, Run, Way
-from kvtiers.primary.eviction.turn_hazard.reach import Reach, place_number
 from kvtiers.types import RequestHints
+from kvtiers_policies.turn_hazard.ages import Ages
+from kvtiers_policies.turn_hazard.prefix_tree import PrefixTree, Run, Way
+from kvtiers_policies.turn_hazard.reach import Reach, place_number
 
 __all__ = ["TurnHazardPolicy"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvtiers.api import block_hash_of
-from kvtiers.what_if.keys_only import Case, CaseTier
-from kvtiers.what_if.shadows import TIMES, Asked, Shadows
+from kvtiers_policies.what_if.keys_only import Case, CaseTier
+from kvtiers_policies.what_if.shadows import TIMES, Asked, Shadows
 from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, simulate
 from kvtiers_replay.trace import chain_hashes, read_trace
 from kvtiers_replay.workload import ReplayRequest, Workload
@@ -114,7 +114,7 @@ def test_a_system_prompt_counts_though_none_of_its_chunks_is_in_the_sample() -> 
 
 
 def test_what_was_long_ago_counts_less(monkeypatch) -> None:
-    monkeypatch.setattr("kvtiers.what_if.shadows._HALVED_AT", 300)
+    monkeypatch.setattr("kvtiers_policies.what_if.shadows._HALVED_AT", 300)
     shadows = Shadows(Case(100), ["lru"], 1.0, step_chunks=16)
 
     def ask(first: int, count: int) -> None:

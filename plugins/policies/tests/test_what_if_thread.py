@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-import kvtiers.what_if.what_if_thread as module
-from kvtiers.what_if.keys_only import Case, CaseTier
-from kvtiers.what_if.what_if_thread import WhatIf
+import kvtiers_policies.what_if.what_if_thread as module
+from kvtiers_policies.what_if.keys_only import Case, CaseTier
+from kvtiers_policies.what_if.what_if_thread import WhatIf
 
 BLOCKS = [hashlib.sha256(bytes([number & 255, number >> 8])).digest() for number in range(400)]
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
-from kvtiers.primary.eviction.turn_hazard import TurnHazardPolicy
 from kvtiers.types import RequestHints
+from kvtiers_policies.turn_hazard import TurnHazardPolicy
 
 __all__ = ["WithForecast"]
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvtiers.api.keys import make_offload_key
 from kvtiers.types import TENANT_FIELD
-from kvtiers.what_if.keys_only import Case, KeysOnlyStack, ServedRequest
+from kvtiers_policies.what_if.keys_only import Case, KeysOnlyStack, ServedRequest
 
 __all__ = ["TIMES", "Asked", "Shadows"]
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtiers.api import make_offload_key
-from kvtiers.primary.eviction import LRUPolicy, TurnHazardPolicy, make_policy
-from kvtiers.primary.eviction.turn_hazard import ages
-from kvtiers.primary.eviction.turn_hazard.hazard_model import BIN_ENDS, BINS, HazardModel, bin_of
+from kvtiers.primary.eviction import LRUPolicy, make_policy
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.types import RequestHints
-from kvtiers.what_if.keys_only import Case, KeysOnlyStack, ServedRequest
+from kvtiers_policies.turn_hazard import TurnHazardPolicy, ages
+from kvtiers_policies.turn_hazard.hazard_model import BIN_ENDS, BINS, HazardModel, bin_of
+from kvtiers_policies.what_if.keys_only import Case, KeysOnlyStack, ServedRequest
 
 CAPACITY = 12
 

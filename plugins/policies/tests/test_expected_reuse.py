@@ -4,14 +4,13 @@ from collections import Counter, OrderedDict
 from typing import ClassVar
 
 import pytest
+from tests.unit.tiering.harness import HIT, Bench, chain
 
 from kvtiers.api.keys import make_offload_key
-from kvtiers.tiering.expected_reuse import ReuseAdmission, WriteBudget
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.what_if import keys_only
-from kvtiers.what_if.keys_only import Case, CaseTier, KeysOnlyStack, ServedRequest
-
-from .harness import HIT, Bench, chain
+from kvtiers_policies.expected_reuse import ReuseAdmission
+from kvtiers_policies.what_if import keys_only
+from kvtiers_policies.what_if.keys_only import Case, CaseTier, KeysOnlyStack, ServedRequest
 
 WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0, clean_reserve=0.5)
 HOUR = 3600.0
@@ -90,7 +89,7 @@ def test_what_was_declined_is_looked_at_again_after_a_use_and_what_was_sent_is_n
 
 
 def test_a_budget_bounds_the_writes_of_each_hour_and_takes_the_likeliest():
-    admission = ReuseAdmission(0.001, budget=WriteBudget(1000.0, 0.0))
+    admission = ReuseAdmission(0.001, writes_per_hour=1000.0)
     written = Counter()
     for minute in range(120):
         now = minute * 60.0

@@ -18,6 +18,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from kvtiers.api import OffloadKey
+from kvtiers.primary.eviction import EvictionPolicy
+from kvtiers.tiering.admission import AdmissionPolicy
+from kvtiers_policies.forecast import WithForecast
 
 __all__ = ["ReuseAdmission", "WriteBudget"]
 
@@ -58,19 +61,21 @@ class WriteBudget:
         self._since += (now - self._since) / 2
 
 
-class ReuseAdmission:
-    """The decisions of one tier. Keys are the primary's residents, unless they are said to have left.
+class ReuseAdmission(AdmissionPolicy):
+    """The decisions of one tier, by what may be lost of all hits and, where there is one, by a bound on writes."""
 
-    ``may_lose``: share of all hits. ``chunks``: that the tier holds; None: not known.
-    """
-
-    def __init__(self, may_lose: float, chunks: int | None = None, budget: WriteBudget | None = None) -> None:
+    def __init__(
+        self,
+        may_lose: float,
+        chunks: int | None = None,
+        writes_per_hour: float | None = None,
+        now: float = 0.0,
+    ) -> None:
         self._may_lose = may_lose
         self._holds = math.inf if chunks is None else chunks
-        self._budget = budget
+        self._budget = None if writes_per_hour is None else WriteBudget(writes_per_hour, now)
         self._ever = 0  # chunks looked at
         self.looked_at: set[OffloadKey] = set()
-        """Residents that were sent or declined."""
         self._declined: set[OffloadKey] = set()
         self._gone: dict[OffloadKey, int] = {}  # and how many chunks had been looked at then
         self._chunks = [0.0] * (len(_EDGES) + 1)  # looked at, by probability
@@ -79,7 +84,11 @@ class ReuseAdmission:
         self._hits = 0.0
         self._expected = self._seen = self._prior = 2 * _PRIOR_LOSS  # misses of what was declined
         self.missed = 0
-        """Chunks that were declined, left the primary, and were asked for again."""
+
+    @staticmethod
+    def around(policy: EvictionPolicy, capacity: int, residents: Iterable[OffloadKey]) -> EvictionPolicy:
+        """Put the model of turn-hazard beside a policy that has no forecast."""
+        return WithForecast(policy, capacity, residents)
 
     # -- what is to be written
 

@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.primary.eviction.turn_hazard.reach import Reach
 from kvtiers.types import NO_HINTS, RequestHints
+from kvtiers_policies.turn_hazard.reach import Reach
 
 __all__ = ["PrefixTree", "Run", "Way"]
 

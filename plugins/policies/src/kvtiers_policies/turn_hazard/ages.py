@@ -7,7 +7,7 @@ ranked together; so is the work of a step bounded after a long pause, when many 
 import heapq
 from collections.abc import Callable
 
-from kvtiers.primary.eviction.turn_hazard.hazard_model import (
+from kvtiers_policies.turn_hazard.hazard_model import (
     BIN_ENDS,
     BINS,
     HazardModel,
@@ -16,7 +16,7 @@ from kvtiers.primary.eviction.turn_hazard.hazard_model import (
     half_octave,
     octave,
 )
-from kvtiers.primary.eviction.turn_hazard.prefix_tree import Run
+from kvtiers_policies.turn_hazard.prefix_tree import Run
 
 __all__ = ["Ages"]
 

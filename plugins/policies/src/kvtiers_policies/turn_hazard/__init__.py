@@ -1,5 +1,5 @@
 """The eviction policy that learns when a conversation comes back."""
 
-from kvtiers.primary.eviction.turn_hazard.policy import TurnHazardPolicy
+from kvtiers_policies.turn_hazard.policy import TurnHazardPolicy
 
 __all__ = ["TurnHazardPolicy"]

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvtiers.primary.eviction.turn_hazard.hazard_model import BINS, bin_of
+from kvtiers_policies.turn_hazard.hazard_model import BINS, bin_of
 
 __all__ = ["PLACES", "Reach", "place_number"]
 
