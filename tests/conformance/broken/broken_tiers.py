@@ -18,7 +18,6 @@ from kvtiers_example.example_tier import ExampleSecondaryTier
 
 CAUGHT_BY: dict[str, tuple[set[str], set[str]]] = {}
 CHUNKS = 16
-THE_END = "test_the_calls_around_a_drain_come_on_one_other_thread_and_close_on_another"
 
 
 def caught_by(*tests, by_chance=(), **attributes):
@@ -268,7 +267,6 @@ class ForgetsChunksOnTheirWay(Simple):
     "test_an_abandoned_job_still_yields_its_result",
     "test_two_jobs_may_store_the_same_chunk_at_once",
     "test_a_store_never_pushes_out_chunks_of_its_own",
-    THE_END,
 )
 class ReportsTheLastOfAStep(Simple):
     def get_finished_jobs(self):
@@ -287,7 +285,6 @@ class ReportsTheLastOfAStep(Simple):
     "test_a_store_changes_nothing_in_the_region",
     "test_a_load_changes_its_own_values_alone",
     "test_no_row_is_touched_after_the_result",
-    THE_END,
 )
 class ReportsTwice(Simple):
     def get_finished_jobs(self):
@@ -308,7 +305,7 @@ class ForgetsFailedLoads(Simple):
             self.finished.pop()
 
 
-@caught_by("test_drain_brings_every_job_to_its_result", THE_END)
+@caught_by("test_drain_brings_every_job_to_its_result")
 class DropsJobsOnDrain(Simple):
     """A backend of one job in ten steps, and a drain that throws away what is left."""
 
@@ -577,7 +574,6 @@ class OfOneThread(Simple):
     "test_no_row_is_touched_after_the_result",
     "test_close_ends_all_threads",
     "test_close_closes_all_descriptors",
-    THE_END,
 )
 class DrainsOnTheEnginesThreadAlone(OfOneThread):
     def drain(self, timeout):
@@ -589,47 +585,13 @@ class DrainsOnTheEnginesThreadAlone(OfOneThread):
     "test_no_row_is_touched_after_the_result",
     "test_close_ends_all_threads",
     "test_close_closes_all_descriptors",
-    THE_END,
 )
 class ClosesOnTheEnginesThreadAlone(OfOneThread):
     def close(self):
         self.check_thread()
 
 
-@caught_by(THE_END)
-class StoresOnTheEnginesThreadAlone(OfOneThread):
-    def submit_store(self, job):
-        self.check_thread()
-        super().submit_store(job)
-
-
-@caught_by(
-    "test_drain_brings_every_job_to_its_result",
-    "test_no_row_is_touched_after_the_result",
-    "test_close_ends_all_threads",
-    "test_close_closes_all_descriptors",
-    THE_END,
-)
-class ReportsOnTheEnginesThreadAlone(OfOneThread):
-    def get_finished_jobs(self):
-        self.check_thread()
-        return super().get_finished_jobs()
-
-
-@caught_by(THE_END)
-class HearsOfRequestsOnTheEnginesThreadAlone(OfOneThread):
-    def on_new_request(self, context):
-        self.check_thread()
-        return False
-
-
-@caught_by(THE_END)
-class HearsOfTheirEndsOnTheEnginesThreadAlone(OfOneThread):
-    def on_request_finished(self, context):
-        self.check_thread()
-
-
-@caught_by("test_drain_brings_every_job_to_its_result", THE_END)
+@caught_by("test_drain_brings_every_job_to_its_result")
 class ReportsWhatAStepBrought(Simple):
     """At the end, when no step comes any more, it reports nothing."""
 

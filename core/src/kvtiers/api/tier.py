@@ -73,8 +73,8 @@ class JobResult:
 class SecondaryTierManager(ABC):
     """A tier that the tiering code drives directly. Its methods run on the engine's thread and must not block.
 
-    The end is the exception: ``drain``, and what is still handed over or asked for around it, run on one thread of
-    core's own, ``close`` on another; no other call is made meanwhile. ``stats`` (``SupportsStats``), if the tier has
+    The end is the exception: ``drain`` runs on a thread of core's own, ``close`` on another; no other call is made
+    meanwhile. ``stats`` (``SupportsStats``), if the tier has
     it, is called once a second on a thread of core's own, beside the engine's calls.
 
     A subclass implements ``lookup`` or ``lookup_many`` and the three transfer methods. Every submitted job is
@@ -118,8 +118,8 @@ class SecondaryTierManager(ABC):
     def drain(self, timeout: float) -> bool:
         """Bring all jobs to an end within ``timeout`` seconds; True if none is left. May block: only at shutdown.
 
-        Queued jobs may be dropped; each is still reported. A running copy is never cut off. A tier that does not return
-        in time, from this or from another call of the end, is asked nothing more, and not closed.
+        Queued jobs may be dropped; each is still reported. A running copy is never cut off. A tier whose drain does not
+        return in time is asked nothing more, and not closed.
         """
 
     def get_started_jobs(self) -> Sequence[int] | None:

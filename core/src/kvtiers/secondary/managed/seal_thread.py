@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtiers._failures import error_text, plugin_boundary
-from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TransferJob, group_of
+from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob, group_of
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
@@ -56,7 +56,8 @@ class Sealer:
     ) -> None:
         self.tier: SecondaryTierManager | None = None
         """The tier, once it is open."""
-        self.sealed: deque[SealedJob] = deque()
+        self.sealed: deque[SealedJob | TierRequest] = deque()
+        """Stores, and the ends of requests, in the order in which they were submitted."""
         self.results: deque[JobResult] = deque()
         self.seal_failures = 0
         self.figures: dict[str, float] = {}
@@ -77,6 +78,10 @@ class Sealer:
     def seal(self, job: SealedJob) -> None:
         """Queue a store's rows for sealing."""
         self._work.put(lambda: self._seal(job))
+
+    def pass_on(self, context: TierRequest) -> None:
+        """Post the end of a request behind the stores before it."""
+        self._work.put(lambda: self.sealed.append(context))
 
     def check(self, job: SealedJob, result: JobResult) -> None:
         """Queue the rows that a load reports as filled for checking."""

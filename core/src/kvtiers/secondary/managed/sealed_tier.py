@@ -7,17 +7,21 @@ core's own (``seal_thread.py``):
 engine's thread          ``submit_store`` queues the job; a later step hands the sealed job to the tier
 sealing thread           opens the tier; seals rows of stores; checks rows of loads; reads the tier's figures; closes it
 engine's thread          a load's result is held back until its rows are checked; damaged ones are left out of it
-a thread for it          at the shutdown, all that the tier is asked; one that does not return is left behind
+drain thread             at the shutdown, the tier's ``drain``; one that does not return is left behind
 =======================  =========================================================================================
+
+The tier is trusted as any code of the engine's process is: what it answers is not judged here, but for what it has
+loaded. The end of a request comes after its last store, which waits for its seal.
 """
 
-import dataclasses
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from kvtiers._failures import plugin_boundary
+from kvtiers._failures import log_with_backoff, plugin_boundary
 from kvtiers.api import (
     JobResult,
     LookupResult,
@@ -30,15 +34,13 @@ from kvtiers.api import (
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
-from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy
-from kvtiers.secondary.managed.request_notifications import RequestNotifier
 from kvtiers.secondary.managed.seal_thread import SealedJob, Sealer
 from kvtiers.secondary.tier_jobs import EventTier, TierEvent, is_of, not_done, poll_getters
 
 __all__ = ["SealedTier"]
 
 _CLOSE_SECONDS = 5.0
-_LATE_SECONDS = 0.5  # by which a tier's last calls may take longer than its drain() was given
+_LATE_SECONDS = 0.5  # by which a tier's drain() may take longer than it was given
 _FIGURES_SECONDS = 1.0  # how often the tier's own figures are read
 _NO_KEYS = (b"",)  # of no job
 
@@ -62,11 +64,13 @@ class SealedTier(EventTier):
         self._figures_at = -math.inf
         self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
-        self._refused = 0
-        """Results that were none of a job in flight, or that named keys that are not of their job."""
         self._in_use: SecondaryTierManager | None = None
         """The tier, once it is open and has been notified of the open requests."""
-        self._requests = RequestNotifier(self._warn)
+        self._requests: dict[TierRequest, None] = {}
+        """Those that run."""
+        self._sealing = 0
+        """Stores that the tier has not been handed yet."""
+        self._raised = 0
         reopen = (config.breaker.delay, config.breaker.max_delay)
         self._sealer = Sealer(open_tier, views, sizes, reopen, self._name)
 
@@ -79,7 +83,7 @@ class SealedTier(EventTier):
 
     def submit_store(self, job: TransferJob) -> None:
         """Queue the rows for sealing; the tier gets the job in a later step."""
-        self._requests.store_waits(job.context)
+        self._sealing += 1
         self._sealer.seal(self._take(job))
 
     def submit_load(self, job: TransferJob) -> None:
@@ -121,11 +125,20 @@ class SealedTier(EventTier):
 
     def on_new_request(self, context: TierRequest) -> bool:
         """Notify the tier; one that is not open yet is notified when it opens, if the request still runs then."""
-        return self._requests.begin(context, self._opened())
+        tier = self._opened()
+        self._requests[context] = None
+        return tier is not None and tier.on_new_request(context)
 
     def on_request_finished(self, context: TierRequest) -> None:
         """Notify the tier as soon as it has the request's last store."""
-        self._requests.finish(context, self._opened())
+        tier = self._opened()
+        if context not in self._requests:
+            return
+        del self._requests[context]
+        if self._sealing:
+            self._sealer.pass_on(context)
+        elif tier is not None:
+            tier.on_request_finished(context)
 
     def on_schedule_end(self) -> None:
         """Submit the jobs that have been sealed. While the breaker tries the tier, the next job is its probe."""
@@ -144,26 +157,24 @@ class SealedTier(EventTier):
         return False if tier is None else tier.has_pending_work()
 
     def drain(self, timeout: float) -> bool:
-        """Seal, hand over, drain the tier, check; log how much was dropped, and results that no job can have.
+        """Seal, hand over, drain the tier, check; log how much was dropped.
 
         A tier that does not return in time is asked nothing more, not even to close.
         """
         until = time.monotonic() + timeout
-        unfinished, refused = list(self._jobs.values()), self._refused
+        unfinished = list(self._jobs.values())
         self._sealer.settle(timeout)
-        tier = self._sealer.tier
-        results = self._finished(None) if tier is None else self._last_results(tier, timeout, until)
+        tier = self._opened()
+        if tier is not None and not self._drain(tier, timeout, until):
+            tier = self._in_use = None
+            self._sealer.leave_tier()
+        results = self._last_results(tier, until)
         self._sealer.results.extend(results)  # they are still to be reported
         ended = [known.result for known in unfinished if known.result is not None]
         jobs, chunks = not_done({known.job.job_id: known.job for known in unfinished}, ended)
         if jobs:
             text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
             self._sealer.log(logging.WARNING, text)
-        if invalid := self._refused - refused:
-            # The manager, which refuses them, may ask for no result any more: then this is the only line about them.
-            self._sealer.log(
-                logging.ERROR, f"{self._name}: in its drain it reported {invalid} results that no job of its can have"
-            )
         return not self._jobs
 
     def close(self) -> None:
@@ -214,7 +225,8 @@ class SealedTier(EventTier):
         """Return the tier once it is open; before anything else it is notified of the requests that it missed."""
         if self._in_use is None and self._sealer.tier is not None:
             self._in_use = self._sealer.tier
-            self._requests.notify_all(self._in_use)
+            for context in self._requests:
+                self._notify("on_new_request", self._in_use.on_new_request, context)
         return self._in_use
 
     def _take(self, job: TransferJob) -> SealedJob:
@@ -229,20 +241,19 @@ class SealedTier(EventTier):
     def _hand_over(self, tier: SecondaryTierManager) -> None:
         for _ in range(len(self._sealer.sealed)):
             sealed = self._sealer.sealed.popleft()
-            context = sealed.job.context
+            if not isinstance(sealed, SealedJob):
+                self._notify("on_request_finished", tier.on_request_finished, sealed)
+                continue
+            self._sealing -= 1
             error = sealed.error or ("given up before it began" if sealed.failed_in_use else "")
             if not error:
                 sealed.handed_over = True
-                owner = self._requests.owner(context)
-                if owner is not context:
-                    sealed.inner = dataclasses.replace(sealed.inner, context=owner)
                 with plugin_boundary() as submit:
                     tier.submit_store(sealed.inner)
                 error = submit.error  # a submit that raises began nothing
             if error:
                 self._sealer.log(logging.INFO, f"{self._name}: store job {sealed.job.job_id}: {error}")
                 self._sealer.results.append(JobResult(sealed.job.job_id, success=False))
-            self._requests.store_is_over(context, tier)
 
     def _finished(self, tier: SecondaryTierManager | None) -> list[JobResult]:
         results = self._sealer.results
@@ -263,31 +274,41 @@ class SealedTier(EventTier):
                 self._judge(known, ok=ok)
         return finished
 
-    def _last_results(self, tier: SecondaryTierManager, timeout: float, until: float) -> list[JobResult]:
-        """Hand over what waits, let the tier drain, and return what it reports, checked."""
-        calls = ShutdownProxy(tier, max(0.0, until - time.monotonic()) + _LATE_SECONDS, self._name)
-        results: list[JobResult] = []
-        if self._in_use is None:
-            self._in_use = tier
-            self._requests.notify_all(calls)
-        self._hand_over(calls)
-        self._try("drain", lambda: calls.drain(max(0.0, until - time.monotonic())))
-        self._try("get_finished_jobs", lambda: results.extend(self._finished(calls)))
-        self._sealer.settle(max(0.0, until - time.monotonic()))
-        self._try("get_finished_jobs", lambda: results.extend(self._finished(calls)))
-        calls.end()
-        if calls.hangs_in:
-            self._in_use = None
-            self._sealer.leave_tier()
-            text = f"its {calls.hangs_in}() does not return within the shutdown's {timeout:.3g}s"
+    def _drain(self, tier: SecondaryTierManager, timeout: float, until: float) -> bool:
+        """Hand over what waits, and let the tier drain; False if that does not return."""
+        self._hand_over(tier)
+        seconds = max(0.0, until - time.monotonic())
+        draining = threading.Thread(
+            target=self._try,
+            args=("drain", lambda: tier.drain(seconds)),
+            name=f"kvtiers-{self._name}-drain",
+            daemon=True,
+        )
+        draining.start()
+        draining.join(seconds + _LATE_SECONDS)
+        if draining.is_alive():
+            text = f"its drain() does not return within the shutdown's {timeout:.3g}s"
             self._sealer.log(logging.WARNING, f"{self._name}: {text}; the tier is left as it is, and not closed")
+        return not draining.is_alive()
+
+    def _last_results(self, tier: SecondaryTierManager | None, until: float) -> list[JobResult]:
+        """Return what the tier reports after its drain, checked."""
+        results: list[JobResult] = []
+        self._try("get_finished_jobs", lambda: results.extend(self._finished(tier)))
+        self._sealer.settle(max(0.0, until - time.monotonic()))
+        self._try("get_finished_jobs", lambda: results.extend(self._finished(tier)))
         return results
 
-    def _warn(self, message: str, *args: object) -> None:
-        self._sealer.log(logging.WARNING, f"{self._name}: {message % args}")
+    def _notify(self, name: str, call: Callable[[TierRequest], object], context: TierRequest) -> None:
+        with plugin_boundary() as boundary:
+            call(context)
+        if boundary.error:
+            self._raised = times = self._raised + 1
+            text = f"{self._name}: its {name}() failed ({times} times so far): {boundary.error}"
+            log_with_backoff(times, partial(self.log, logging.WARNING), text)
 
     def _try(self, name: str, call: Callable[[], object]) -> None:
-        with plugin_boundary() as boundary:
+        with plugin_boundary(exits=True) as boundary:
             call()
         if boundary.error:
             self._sealer.log(logging.WARNING, f"{self._name}: its {name}() failed: {boundary.error}")
@@ -296,14 +317,11 @@ class SealedTier(EventTier):
         """Return what may be passed on of the tier's own result; what it has loaded is checked first."""
         known = self._job_of(result)
         if known is None:
-            self._refused += 1
             return [result]  # nothing of ours: let the manager judge it
         if known.reported:
-            self._refused += 1
             return [JobResult(result.job_id, success=False)]  # the check's own result makes it the second one
         known.reported = True
         if not is_of(known.inner, result):
-            self._refused += 1
             # Nor is this. As it is it may name the manager's keys, and would be believed though nothing was checked.
             return [JobResult(result.job_id, success=False, successful_keys=_NO_KEYS)]
         if known.job.is_promotion and (result.success or result.successful_keys):

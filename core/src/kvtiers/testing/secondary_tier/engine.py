@@ -118,22 +118,7 @@ class SmallEngine:
 
     def drain(self) -> None:
         """Drain the tier as core does, on another thread and at the end alone; fail unless each job has one result."""
-        self._elsewhere("drain", self._drain)
-        self._check_book()
-
-    def end(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
-        """Make every call that core may make around a drain, all on one other thread; the last store is of these rows.
-
-        Fail unless each job, also one that was submitted before, has exactly one result then. ``close`` comes later.
-        """
-
-        def last_calls() -> None:
-            self.tier.on_new_request(self.request)
-            self.store(keys, rows)
-            self.tier.on_request_finished(self.request)
-            self._drain()
-
-        self._elsewhere("one of the calls around a drain", last_calls)
+        self._drain()
         self._check_book()
 
     def present(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -145,12 +130,14 @@ class SmallEngine:
         if self._is_open:
             self._is_open = False
             if not self._is_drained:
-                self._elsewhere("drain", self._drain)
+                self._drain()
             self._elsewhere("close", self.tier.close)
 
     def _drain(self) -> None:
         self._is_drained = True  # core calls it once, at the end
-        assert self.tier.drain(self._patience), f"drain did not bring all jobs to an end in {self._patience:g} s"
+        drained: list[bool] = []
+        self._elsewhere("drain", lambda: drained.append(self.tier.drain(self._patience)))
+        assert drained == [True], f"drain did not bring all jobs to an end in {self._patience:g} s"
         for _ in range(2):  # with no step before it: the last one is over
             self.note(self.tier.get_finished_jobs())
 

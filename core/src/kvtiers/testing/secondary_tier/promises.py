@@ -334,16 +334,6 @@ class EngineThreadTests(TierTestBase):
 class LifeTests(TierTestBase):
     """From open to close."""
 
-    def test_the_calls_around_a_drain_come_on_one_other_thread_and_close_on_another(self, engine: SmallEngine) -> None:
-        keys = new_keys(3)
-        for row in range(3):
-            engine.fill(row, row)
-        engine.finish(engine.store(keys[:1], [0]))
-        engine.store(keys[1:2], [1])
-        engine.load(keys[:1], [8])
-        engine.end(keys[2:], [2])
-        engine.close()
-
     def test_close_ends_all_threads(self, open_tier: OpenTier) -> None:
         self._open_use_close(open_tier)  # what a library starts once, and shares, is there after this
         before = set(threading.enumerate())
