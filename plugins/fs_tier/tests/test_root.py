@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.api import ConfigError, TierContext
+from kvtiers.api import ConfigError, TierContext, TierUnavailable
 from kvtiers.testing.running import open_descriptors
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.plugin import kvtiers_tier
+from kvtiers_fs.store import FsStore
 
 
 def refusal(folder, **options) -> str:
@@ -240,3 +241,8 @@ def test_a_root_that_is_removed_with_the_folder_that_it_is_in_fails_each_write_a
         store.write(*names(1), value(1))
     folder.path.unlink()
     store.write(*names(1), value(1))
+
+
+def test_a_parent_that_is_there_and_takes_no_folder_is_not_called_absent():
+    with pytest.raises(TierUnavailable, match="'/proc/kvtiers': No such file or directory"):
+        FsStore(FsConfig(type="fs", path="/proc/kvtiers", capacity="64MiB", min_free=0))

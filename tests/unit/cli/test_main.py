@@ -174,3 +174,33 @@ def test_an_output_that_cannot_be_written_is_one_line(command):
         done = subprocess.run([sys.executable, "-c", code], check=False, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
     assert done.returncode == 1
+
+
+def main_of(arguments, before):
+    """Run the command line in a process that does this before."""
+    code = f"{before}\nimport sys; sys.argv[1:] = {arguments!r}; from kvtiers.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+
+
+def test_a_working_directory_that_was_removed_is_one_line_where_it_is_needed(tmp_path):
+    (tmp_path / "tiers.yaml").write_text("version: 1\nprimary: {capacity: 64MiB}\n")
+    gone = tmp_path / "gone"
+    before = f"import os; os.mkdir({str(gone)!r}); os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})"
+    done = main_of(["check", "--offline", "../tiers.yaml"], before)
+    assert done.stderr == "error: the working directory has been removed; change to another one\n"
+    assert main_of(["check", "--offline", str(tmp_path / "tiers.yaml")], before).returncode == 0
+
+
+def test_a_limit_on_file_sizes_is_named(tmp_path):
+    (tmp_path / "tiers.yaml").write_text("version: 1\nprimary: {capacity: 64MiB}\n")
+    before = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))"
+    done = main_of(["check", str(tmp_path / "tiers.yaml")], before)
+    assert done.returncode == 1
+    assert "the limit on file sizes (ulimit -f, LimitFSIZE=) is lower" in done.stdout
+
+
+def test_memory_that_cannot_be_had_is_one_line():
+    before = "from kvtiers.cli import main as m\ndef cli(**_): raise MemoryError\nm.cli = cli"
+    done = main_of(["tiers"], before)
+    assert done.returncode == 1
+    assert done.stderr == "error: no memory to be had: a limit of this process (ulimit -v), or of the machine\n"

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -165,6 +166,14 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 -- to the end
 
 
+def _is_nowhere() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 def main() -> None:
     """Run the command line and end the process."""
     _open_closed_streams()
@@ -173,7 +182,12 @@ def main() -> None:
             cli(prog_name="kvtiers")
         finally:
             sys.stdout.flush()  # here, where an error can still be said in a line
+    except MemoryError as error:
+        why = str(error) or "a limit of this process (ulimit -v), or of the machine"
+        sys.exit(f"error: no memory to be had: {why}")
     except OSError as error:
+        if _is_nowhere():
+            sys.exit("error: the working directory has been removed; change to another one")
         if error.errno not in _UNWRITABLE:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter flushes at its exit

@@ -113,7 +113,8 @@ def create_memfd(name: str, nbytes: int, huge_pages: HugePages = "off") -> int:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:
         os.close(fd)
-        raise StartError(f"cannot make a memfd of {nbytes} bytes: {error}") from None
+        limit = "; the limit on file sizes (ulimit -f, LimitFSIZE=) is lower" if error.errno == errno.EFBIG else ""
+        raise StartError(f"cannot make a memfd of {nbytes} bytes: {error}{limit}") from None
     return fd
 
 

@@ -22,7 +22,8 @@ from kvtiers_fs.config import FORMAT_FILE
 from kvtiers_fs.paths import LONGEST_NAME, is_piece_folder, name_part, shard_folder, shard_number
 
 __all__ = [
-    "GONE", "TEMP_PREFIX", "Directory", "Found", "Head", "Permissions", "RootRemovedError", "open_by_parts", "opener",
+    "GONE", "TEMP_PREFIX", "TOO_LARGE", "Directory", "Found", "Head", "Permissions", "RootRemovedError",
+    "open_by_parts", "opener",
 ]  # fmt: skip
 
 TEMP_PREFIX = ".tmp-"
@@ -30,6 +31,8 @@ TEMP_PREFIX = ".tmp-"
 
 GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 """Error numbers that mean: there is no value. A link where a folder or a file should be is none of ours."""
+
+TOO_LARGE = "{what} is a larger file than the file system or this process may have (ulimit -f, LimitFSIZE=)"
 
 _log = logging.getLogger("kvtiers_fs")
 _T = TypeVar("_T")

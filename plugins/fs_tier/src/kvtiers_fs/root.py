@@ -59,7 +59,9 @@ def _make(path: Path, permissions: Permissions) -> bool:
         path.mkdir(mode=permissions.folder)
     except FileExistsError:
         return False
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if path.parent.exists():  # as in /proc
+            raise _cannot_open(path, error) from None
         raise ConfigError(
             f"path {str(path)!r}: {str(path.parent)!r} does not exist; make it, or mount the file system that has it"
         ) from None

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull, WritesRefused
 from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
-from kvtiers_fs.directory import RootRemovedError
+from kvtiers_fs.directory import TOO_LARGE, RootRemovedError
 from kvtiers_fs.evictor import Evictor, free_bytes
 from kvtiers_fs.limits import Limits
 from kvtiers_fs.paths import Place, place_of
@@ -115,8 +115,9 @@ class FsStore(ChunkStore):
             self._dropped += 1
             if error.errno == errno.EROFS:  # as ext4 makes itself after an error of the disk: it is read all the same
                 raise WritesRefused(f"the file system of {str(self._config.path)!r} has become read-only") from None
-            if error.errno != errno.EFBIG:  # a limit on one file's size: removing others would not help
-                evictor.disk_is_full()
+            if error.errno == errno.EFBIG:  # removing others would not help
+                raise StoreFull(TOO_LARGE.format(what=f"a value of {nbytes} bytes")) from None
+            evictor.disk_is_full()
             raise StoreFull(f"the disk has no room: {error.strerror}") from None
         finally:
             ledger.settle(nbytes)

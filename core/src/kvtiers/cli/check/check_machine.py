@@ -236,7 +236,7 @@ def _memfd(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     try:
         machine.try_memfd(config.primary.huge_pages)
     except (StartError, OSError) as error:
-        yield Finding("error", str(error), "allow memfd_create in this container's seccomp profile")
+        yield Finding("error", str(error), "allow what is refused, as in the container's seccomp profile or its limits")
     else:
         yield Finding("ok", "memfd_create works: the region needs no space in /dev/shm")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, Refused, StoreEntry, StoreFull, TierUnavailable, WritesRefused
 from kvtiers_fs.config import FsConfig
-from kvtiers_fs.directory import GONE, Directory
+from kvtiers_fs.directory import GONE, TOO_LARGE, Directory
 from kvtiers_fs.limits import Limits
 from kvtiers_fs.slab.diagnosis import diagnose_slab, expect_local
 from kvtiers_fs.slab.evictor import SlabEvictor
@@ -294,6 +294,8 @@ class SlabStore(ChunkStore):
             if error.errno == errno.EROFS:
                 path = str(self._config.path)
                 raise WritesRefused(f"the file system of {path!r} has become read-only") from None
+            if error.errno == errno.EFBIG:
+                raise StoreFull(TOO_LARGE.format(what="a segment")) from None
             raise StoreFull(f"the disk has no room: {error.strerror}") from None
 
     def _write_run(self, slab: Slab, names: Sequence[tuple[str, bytes]], srcs: Sequence[memoryview]) -> int:
