@@ -42,8 +42,9 @@ from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIde
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.secondary.managed.sealed_tier import SealedTier
+from kvtiers.tiering.engine_side import TraceSide, Watchers
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.manager import TieringManager, Tracing
+from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
 STEP_SECONDS = 0.002  # shorter than any engine's step, so that more steps than in an engine's life are in the figures
@@ -121,14 +122,18 @@ class EngineSide:
         return {}
 
 
-def in_process(resident: int, policy: str = "lru", tracing: Tracing | None = None) -> tuple[OurLife, list[InstantTier]]:
+def in_process(
+    resident: int, policy: str = "lru", tracing: TraceSide | None = None
+) -> tuple[OurLife, list[InstantTier]]:
     """Return our manager with two instant tiers, given to it directly."""
     primary = CPUPrimaryTier(resident, VALUE_BYTES, memoryview(bytearray(resident * VALUE_BYTES)), policy=policy)
     tiers = [InstantTier(), InstantTier()]
     slots = [
         TierSlot(index, tier, TierOptions(name)) for index, (name, tier) in enumerate(zip("ab", tiers, strict=True))
     ]
-    manager = TieringManager("benchmark", primary, slots, [16], EngineSide(), PATIENT, tracing=tracing)
+    manager = TieringManager(
+        "benchmark", primary, slots, [16], EngineSide(), PATIENT, watchers=Watchers(tracing=tracing)
+    )
     return OurLife(manager), tiers
 
 

@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from rigs.chunk_life import PHASES, measure
 from scheduler_cost import SIZES, VALUE_BYTES, in_process
 
-from kvtiers.tiering.span_writer import SpanWriter
-from kvtiers.tiering.spans import SpanQueue, traced
+from kvtiers.tracing.span_writer import SpanWriter
+from kvtiers.tracing.spans import SpanQueue
 
 SAMPLES = {"1 % of the requests": 0.01, "all requests": 1.0}
 GOALS = {"1 % of the requests": 1.1, "all requests": 1.5}  # as shares of the life with tracing off
@@ -34,9 +34,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     queues = {name: SpanQueue(sample, [VALUE_BYTES]) for name, sample in SAMPLES.items()}
     writers = {name: SpanWriter(queue, Nowhere()) for name, queue in queues.items()}
     lives = {"off": in_process(SIZES[0])[0]}
-    lives |= {
-        name: in_process(SIZES[0], tracing=traced(queue, writers[name].close))[0] for name, queue in queues.items()
-    }
+    lives |= {name: in_process(SIZES[0], tracing=writer)[0] for name, writer in writers.items()}
     found = dict(zip(lives, measure(list(lives.values()), 200 if options.quick else 1500), strict=True))
     for writer in writers.values():
         writer.close(10)

@@ -30,14 +30,14 @@ from kvtiers.live_config import LiveEngine
 from kvtiers.model_identity import with_model
 from kvtiers.plugins import SHADOW_GROUP, load_class
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.recorder import Recorder
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
-from kvtiers.tiering.engine_side import EventSide, ShadowSide
+from kvtiers.tiering.engine_side import EventSide, ShadowSide, TraceSide, Watchers
 from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.manager import TieringManager, Tracing
-from kvtiers.tiering.recorder import Recorder
+from kvtiers.tiering.manager import TieringManager
 
 __all__ = ["EngineFacts", "begin_memory", "open_manager", "open_worker"]
 
@@ -125,12 +125,8 @@ def open_manager(
             [layout.tokens_per_chunk(group) for group in range(len(layout.groups))],
             side,
             options(config),
-            recorder=recorder,
             prefix_group=layout.prefix_group,
-            what_if=what_if,
-            tracing=tracing,
-            publisher=publisher,
-            listener=engine.listener,
+            watchers=Watchers(recorder, what_if, tracing, publisher, engine.listener),
             keep_events=record_events,
             tenants=config.tenant_rule(),
             windows=layout.windows,
@@ -272,18 +268,20 @@ def _publisher(
     return publisher
 
 
-def _tracing(config: OffloadConfig, layout: CacheLayout, engine_id: str, undo: contextlib.ExitStack) -> Tracing | None:
-    """Return the parts that record spans, with their writer; ConfigError if the extra is not installed."""
+def _tracing(
+    config: OffloadConfig, layout: CacheLayout, engine_id: str, undo: contextlib.ExitStack
+) -> TraceSide | None:
+    """Return what records spans, with its writer; ConfigError if the extra is not installed."""
     if config.tracing is None:
         return None
     # Imported here: nothing of it is loaded where it is off.
-    from kvtiers.tiering.span_writer import SpanWriter, otlp_exporter
-    from kvtiers.tiering.spans import SpanQueue, traced
+    from kvtiers.tracing.span_writer import SpanWriter, otlp_exporter
+    from kvtiers.tracing.spans import SpanQueue
 
     queue = SpanQueue(config.tracing.sample, [layout.payload_bytes(group) for group in range(len(layout.groups))])
     writer = SpanWriter(queue, otlp_exporter(config.tracing.endpoint), engine_id)
     undo.callback(writer.close, 0.0)
-    return traced(queue, writer.close)
+    return writer
 
 
 def _what_if(config: OffloadConfig, region: OffloadRegion, layout: CacheLayout) -> ShadowSide | None:

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.manager import TieringManager, Tracing
+from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers.types import RequestContext
 
@@ -275,7 +276,7 @@ class Bench:
     record_events: bool = True
     prefix_group: int = 0
     windows: tuple = ()
-    tracing: Tracing | None = None
+    watchers: Watchers | None = None
 
     def __post_init__(self):
         self.clock = Clock()
@@ -305,7 +306,7 @@ class Bench:
             self.clock,
             prefix_group=self.prefix_group,
             windows=self.windows,
-            tracing=self.tracing,
+            watchers=self.watchers,
         )
         self._requests = 0
         self.all.append(self)

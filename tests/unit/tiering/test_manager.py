@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
+from kvtiers.recorder import Recorder
 from kvtiers.tiering import provenance, reports
+from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog
 from kvtiers.types import RequestContext, RequestHints
 
@@ -339,9 +340,8 @@ def test_all_calls_of_the_engines_thread_count_as_its_time_and_none_twice(monkey
 
 
 def test_requests_that_are_missing_in_the_recording_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtiers.tiering.recorder._MOST_WAITING", 2)
-    bench = Bench()
-    bench.manager._recorder = Recorder(tmp_path / "trace.jsonl", 1 << 20, 16)
+    monkeypatch.setattr("kvtiers.recorder._MOST_WAITING", 2)
+    bench = Bench(watchers=Watchers(Recorder(tmp_path / "trace.jsonl", 1 << 20, 16)))
     bench.manager.record_request(0.0, 16, 20, [[b"1"]])
     assert bench.figures()["dropped_records"] == 0
     bench.manager.record_request(0.0, 32, 40, [[b"1", b"2"]])

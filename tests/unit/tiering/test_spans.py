@@ -1,5 +1,6 @@
 """Spans: of a request in the sample each lookup, load and store, with tier and bytes; of others, and off, nothing."""
 
+import gc
 import subprocess
 import sys
 
@@ -9,13 +10,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvtiers.api import ConfigError
 from kvtiers.config import load_config
-from kvtiers.tiering import spans as recording
-from kvtiers.tiering.jobs import JobTable
-from kvtiers.tiering.plans import Plans
-from kvtiers.tiering.prefix_lookup import Lookups
-from kvtiers.tiering.requests import RequestTable
-from kvtiers.tiering.span_writer import SpanWriter, otlp_exporter
-from kvtiers.tiering.spans import SpanQueue, traced
+from kvtiers.tiering.engine_side import Watchers
+from kvtiers.tracing import spans as recording
+from kvtiers.tracing.span_writer import SpanWriter, otlp_exporter
+from kvtiers.tracing.spans import SpanQueue, TracedRequest
 from kvtiers.types import RequestContext
 
 from .harness import HIT, Bench, chain
@@ -32,7 +30,7 @@ class Traced:
         self.queue = SpanQueue(options.pop("sample", 1.0), [NBYTES])
         self.exporter = exporter or InMemorySpanExporter()
         self.writer = SpanWriter(self.queue, self.exporter, "an-engine")
-        self.bench = Bench(tracing=traced(self.queue, self.writer.close), **options)
+        self.bench = Bench(watchers=Watchers(tracing=self.writer), **options)
 
     def end(self):
         """Return all spans, by name."""
@@ -202,11 +200,11 @@ def test_nothing_is_kept_of_requests_that_are_over(make):
     for number in range(20):
         one.bench.store(chain(f"{number}", 2))
         one.bench.manager.on_request_finished(one.bench.request())
-    assert not one.queue._requests
-    assert not one.bench.manager._jobs.traced
-    assert not one.bench.manager._plans.began
     one.end()
     assert not one.writer._roots
+    gc.collect()
+    left = [each for each in gc.get_objects() if isinstance(each, TracedRequest) and each.spans is one.queue]
+    assert not left
 
 
 class Refusing(SpanExporter):
@@ -231,16 +229,12 @@ def test_what_no_receiver_takes_is_counted_and_said_once(make, answer, caplog):
 def test_what_finds_no_room_in_the_queue_is_counted(monkeypatch):
     monkeypatch.setattr(recording, "_MOST_WAITING", 2)
     queue = SpanQueue(1.0, [NBYTES])
-    bench = Bench(tracing=traced(queue, lambda _: None))
+    writer = SpanWriter(queue, InMemorySpanExporter())
+    writer.close(30)  # so that nothing is taken from the queue
+    bench = Bench(watchers=Watchers(tracing=writer))
     bench.store(chain("0", 2))
     assert len(queue.take()) == 2
     assert bench.figures()["dropped_spans"] == 1
-
-
-def test_off_the_manager_is_made_of_the_plain_classes():
-    manager = Bench().manager
-    parts = (manager._jobs, manager._lookups, manager._plans, manager._requests)
-    assert [type(part) for part in parts] == [JobTable, Lookups, Plans, RequestTable]
 
 
 OFF = """
@@ -254,7 +248,7 @@ config = {"version": 1, "primary": {"capacity": "1MiB"}, **eval(sys.argv[1])}
 manager = kvtiers.open_manager(kvtiers.load_config(config), layout)
 threads = [thread.name for thread in __import__("threading").enumerate()]
 manager.shutdown(1)
-print("opentelemetry" in sys.modules, "kvtiers.tiering.spans" in sys.modules, "kvtiers-spans" in threads)
+print("opentelemetry" in sys.modules, "kvtiers.tracing.spans" in sys.modules, "kvtiers-spans" in threads)
 """
 
 

@@ -1,12 +1,29 @@
 """The interfaces of what the composition root (``runtime.py``) gives the manager: an engine's side, and besides it."""
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from kvtiers.api import TierConfig
-from kvtiers.types import ChunkBlocks, OffloadEvent
+from kvtiers.api import OffloadKey, TierConfig
+from kvtiers.types import ChunkBlocks, LoadPlan, OffloadEvent, PrefixHits, RequestContext, StorePlan
 
-__all__ = ["EngineSide", "EventSide", "InStep", "LiveSide", "ShadowSide"]
+__all__ = [
+    "EngineSide",
+    "EventSide",
+    "InStep",
+    "LiveSide",
+    "RecordSide",
+    "RequestTrace",
+    "ShadowSide",
+    "TraceSide",
+    "Watchers",
+]
+
+_WHAT_IF_SECONDS = 0.5  # what a shutdown waits for the end of the shadow caches, which sleep most of the time
+_SPAN_SECONDS = 2.0  # what a shutdown gives the spans that wait to be sent
+_EVENT_SECONDS = 1.0  # what it gives the events that wait
+_RECORD_SECONDS = 5.0  # what it gives the recording to write what is waiting
 
 InStep: TypeAlias = Callable[[Callable[[], Mapping[str, Any] | None]], Mapping[str, Any]]
 """Has a step of the engine do some work, and returns what that returned; CommandRefused if there was no step in time.
@@ -84,6 +101,100 @@ class EventSide(Protocol):
 
     def close(self, timeout: float) -> None:
         """Send what waits, and end, within about ``timeout`` seconds."""
+
+
+class RecordSide(Protocol):
+    """The recording of an engine's requests. Nothing waits but ``close``."""
+
+    dropped: int
+    """Requests that were left out."""
+
+    def request(
+        self,
+        arrival: float,
+        prompt_tokens: int,
+        tokens: int,
+        block_hashes: Sequence[Sequence[bytes]],
+        params: Mapping[str, object],
+    ) -> None:
+        """Take a request that has ended."""
+
+    def close(self, timeout: float) -> None:
+        """Write what waits, and end, within ``timeout`` seconds."""
+
+
+class RequestTrace(Protocol):
+    """The trace of one request of the sample. Engine's thread; nothing waits. ``state``: the request's."""
+
+    def looked_up_prefix(self, keys: Sequence[OffloadKey], hits: PrefixHits, state: Any, began: int) -> None:
+        """Take an answer about a prefix that was asked for at ``began`` (``time.monotonic_ns``)."""
+
+    def looked_up_window(self, keys: Sequence[OffloadKey], found: int) -> None:
+        """Take an answer about chunks of a window, of which the first ``found`` are there."""
+
+    def planned_store(self, keys: Sequence[OffloadKey], plan: StorePlan | None) -> None:
+        """Take a plan of a store from the GPU; None: there was no room."""
+
+    def planned_load(self, plan: LoadPlan) -> None:
+        """Take a plan of a load to the GPU."""
+
+    def completed(self, plan: StorePlan | LoadPlan, *, success: bool) -> None:
+        """Take that the copies of a plan have ended."""
+
+    def job_ended(
+        self, name: str, tier: str, seconds: float, chunks: int, good: int, nbytes: int, failure: str
+    ) -> None:
+        """Take that a tier's job ("load", "store") has ended; ``failure``: why it was given up, or ""."""
+
+    def finished(self, state: Any) -> None:
+        """Take that the request is over in the engine."""
+
+
+class TraceSide(Protocol):
+    """The tracing of an engine. Nothing waits but ``close``."""
+
+    @property
+    def lost(self) -> int:
+        """Spans that are missing at the receiver."""
+
+    def begin(self, context: RequestContext) -> RequestTrace | None:
+        """Return the trace of a new request, None if it is not in the sample."""
+
+    def close(self, timeout: float) -> None:
+        """Send what waits, and end, within about ``timeout`` seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Who watches a manager: each is given what it is about, by plain calls, and changes nothing.
+
+    ``publisher``: of KV events; ``listener``: another taker of these, such as the engine's own.
+    """
+
+    recorder: RecordSide | None = None
+    what_if: ShadowSide | None = None
+    tracing: TraceSide | None = None
+    publisher: EventSide | None = None
+    listener: EventSide | None = None
+
+    @property
+    def event_sides(self) -> tuple[EventSide, ...]:
+        """Those that take KV events."""
+        return tuple(side for side in (self.publisher, self.listener) if side is not None)
+
+    def close(self, timeout: float) -> float:
+        """End all, the recording within ``timeout`` seconds; return what is left of these."""
+        if self.recorder is not None:
+            began = time.monotonic()
+            self.recorder.close(min(timeout, _RECORD_SECONDS))
+            timeout = max(0.0, timeout - (time.monotonic() - began))
+        if self.what_if is not None:
+            self.what_if.close(_WHAT_IF_SECONDS)
+        if self.tracing is not None:
+            self.tracing.close(_SPAN_SECONDS)
+        for side in self.event_sides:
+            side.close(_EVENT_SECONDS)
+        return timeout
 
 
 class LiveSide(Protocol):

@@ -278,6 +278,8 @@ class JobTable:
             metrics.running_jobs -= 1
         running.reserved.release()
         good = good_keys(job, result)
+        if running.state.trace is not None and not running.failed_in_use:
+            self._trace(running, len(good), moved(result)[0] if good else 0)
         overtaken = running.failed_in_use or running.generation != self._generation
         if not job.is_promotion:
             self._primary.complete_read(running.rows)
@@ -291,6 +293,12 @@ class JobTable:
             self._primary.complete_write(running.rows, success=False)
         else:
             self._landed(running, result, good)
+
+    def _trace(self, running: Running, good: int, nbytes: int, failure: str = "") -> None:
+        """Have a traced request record a job that has ended."""
+        name, seconds = "load" if running.job.is_promotion else "store", self._clock() - running.submitted
+        assert running.state.trace is not None
+        running.state.trace.job_ended(name, running.slot.name, seconds, len(running.rows), good, nbytes, failure)
 
     def _landed(self, running: Running, result: JobResult, good: Sequence[OffloadKey]) -> None:
         job, slot, metrics = running.job, running.slot, running.slot.metrics
@@ -367,6 +375,8 @@ class JobTable:
         for running in jobs:
             job, rows = running.job, running.rows
             running.failed_in_use = True
+            if running.state.trace is not None:
+                self._trace(running, 0, 0, why)
             slot.rate.drop(running.ticket)
             metrics.quarantined_rows += len(rows)
             if job.is_promotion:

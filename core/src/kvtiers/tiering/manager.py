@@ -17,7 +17,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtiers.api import LookupResult, OffloadKey, TierConfig, tenant_of
@@ -29,7 +28,7 @@ from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.command_queue import Command, CommandQueue
 from kvtiers.tiering.commands import ChunkCommands, TierCommands, WarmUpCommands
-from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, ShadowSide
+from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, Watchers
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import LoadShape, Waits
@@ -39,7 +38,6 @@ from kvtiers.tiering.prefetch import Prefetches
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Provenance
-from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestState, RequestTable
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
@@ -59,15 +57,11 @@ from kvtiers.types import (
     retention_of,
 )
 
-__all__ = ["EngineSide", "TieringManager", "Tracing"]
+__all__ = ["EngineSide", "TieringManager"]
 
 _NO_HITS = PrefixHits(0, 0, unresolved=False)
 _STEP_SECONDS = 1.0  # how long a shutdown waits for a step that another thread is in
 _LOOK_SECONDS = 0.1  # how often it is looked for promotions that have waited too long to be read
-_WHAT_IF_SECONDS = 0.5  # what a shutdown waits for the end of the shadow caches, which sleep most of the time
-_SPAN_SECONDS = 2.0  # what a shutdown gives the spans that wait to be sent
-_EVENT_SECONDS = 1.0  # what it gives the events that wait
-_RECORD_SECONDS = 5.0  # what a shutdown gives the recording to write what is waiting
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -90,18 +84,6 @@ def _timed(
     return timed
 
 
-@dataclass(frozen=True, slots=True)
-class Tracing:
-    """The classes of a manager's parts: with ``tracing`` on, subclasses that record what they do (``spans.py``)."""
-
-    jobs: Callable[..., JobTable] = JobTable
-    lookups: Callable[..., Lookups] = Lookups
-    plans: Callable[..., Plans] = Plans
-    requests: Callable[..., RequestTable] = RequestTable
-    lost: Callable[[], int] | None = None
-    close: Callable[[float], None] | None = None
-
-
 class TieringManager:
     """Joins the primary and the tiers for one engine. See the module's docstring for the rules of calling.
 
@@ -117,17 +99,13 @@ class TieringManager:
         engine: EngineSide,
         options: TieringOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
-        recorder: Recorder | None = None,
         prefix_group: int = 0,
-        what_if: ShadowSide | None = None,
-        tracing: Tracing | None = None,
-        publisher: EventSide | None = None,
-        listener: EventSide | None = None,
+        watchers: Watchers | None = None,
         keep_events: bool = True,
         tenants: Tenants | None = None,
         windows: Sequence[int] = (),
     ) -> None:
-        self._tracing = tracing = tracing or Tracing()
+        self._watchers = watchers = watchers or Watchers()
         options = options or TieringOptions()
         self._metrics = metrics = EngineMetrics()
         self.engine_id = engine_id
@@ -137,10 +115,7 @@ class TieringManager:
         self._slots = list(slots)
         self._engine = engine
         self._clock = clock
-        self._recorder = recorder
-        self._what_if = what_if
-        self._publisher = publisher
-        self._event_sides = tuple(side for side in (publisher, listener) if side is not None)
+        self._event_sides = watchers.event_sides
         self._keeps_events = keep_events
         self.tenants = tenants or Tenants("", is_on=False)
         for slot in self._slots:
@@ -149,17 +124,17 @@ class TieringManager:
         self._waits = Waits(options, clock, options.prefill_cost(), LoadShape(tokens_per_chunk, windows))
         prices = LoadPrices(self._waits.cost, prefix_group, tokens_per_chunk[prefix_group])
         self._prices = prices
-        self._jobs = tracing.jobs(primary, self._slots, self._provenance, options, clock, prices)
+        self._jobs = JobTable(primary, self._slots, self._provenance, options, clock, prices)
         self._budget = budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics, clock)
         self._promotions = Promotions(primary, self._jobs, budget, self._provenance, options, self._cascades)
-        self._lookups = tracing.lookups(
+        self._lookups = Lookups(
             primary, budget, self._promotions, self._provenance, self._waits, tokens_per_chunk, metrics
         )
         self._prefetches = self._prefetches_with(budget, options)
         self._prefetching = self._prefetches.all  # at hand: each step looks at it
-        self._plans = tracing.plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
-        self._requests = tracing.requests(self._slots, self._count_misuse)
+        self._plans = Plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
+        self._requests = RequestTable(self._slots, self._count_misuse, watchers.tracing)
         self.commands = CommandQueue()
         self._commanded = self.commands.waiting  # at hand: each step looks at it
         self.live: LiveSide | None = None
@@ -175,7 +150,7 @@ class TieringManager:
         self._conditions: list[tuple[float, ...]] = []
         """How the tiers were at the last ``tend`` that did something."""
         self._polled = self._ready = self._closed = False
-        self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if, tracing.lost, publisher)
+        self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, watchers)
 
     def _prefetches_with(self, budget: PinBudget, options: TieringOptions) -> Prefetches:
         return Prefetches(
@@ -235,7 +210,7 @@ class TieringManager:
     @property
     def publisher(self) -> EventSide | None:
         """The publisher of KV events (``events`` in the config); None without one."""
-        return self._publisher
+        return self._watchers.publisher
 
     @property
     def wants_descriptions(self) -> bool:
@@ -256,7 +231,7 @@ class TieringManager:
     @property
     def takes_requests(self) -> bool:
         """Return whether ``record_request`` does anything."""
-        return self._recorder is not None or self._what_if is not None
+        return self._watchers.recorder is not None or self._watchers.what_if is not None
 
     @_timed
     def record_request(
@@ -272,11 +247,12 @@ class TieringManager:
         ``arrival``: by ``time.time``. ``tokens``: prompt and output. ``block_hashes``: chained, by KV group.
         ``params``: the request's, hints among them.
         """
-        if self._recorder is not None:
-            self._recorder.request(arrival, prompt_tokens, tokens, block_hashes, params)
-            self._metrics.dropped_records = self._recorder.dropped
-        if self._what_if is not None:
-            self._what_if.request(arrival, prompt_tokens, max(0, tokens - prompt_tokens), block_hashes, params)
+        recorder, what_if = self._watchers.recorder, self._watchers.what_if
+        if recorder is not None:
+            recorder.request(arrival, prompt_tokens, tokens, block_hashes, params)
+            self._metrics.dropped_records = recorder.dropped
+        if what_if is not None:
+            what_if.request(arrival, prompt_tokens, max(0, tokens - prompt_tokens), block_hashes, params)
 
     # -- lookups
 
@@ -286,7 +262,12 @@ class TieringManager:
         state = self._state_for([key], ctx) if self._begin() else None
         if state is not None and state.keeps is not None and key not in state.counted_single:
             self._keep([key], state.keeps)
-        return LookupResult.MISS if state is None else self._lookups.single(key, state)
+        if state is None:
+            return LookupResult.MISS
+        found = self._lookups.single(key, state)
+        if state.trace is not None:
+            state.trace.looked_up_window([key], int(found is LookupResult.HIT))
+        return found
 
     @_timed
     def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext, first: int = 0) -> PrefixHits:
@@ -302,7 +283,12 @@ class TieringManager:
         if state.keeps is not None and len(keys) > state.kept.get(group_of(keys[0]), 0):
             state.kept[group_of(keys[0])] = len(keys)
             self._keep(keys, state.keeps)
-        return self._lookups.prefix(keys, state, first)
+        if state.trace is None:
+            return self._lookups.prefix(keys, state, first)
+        began = time.monotonic_ns()
+        hits = self._lookups.prefix(keys, state, first)
+        state.trace.looked_up_prefix(keys, hits, state, began)
+        return hits
 
     @_timed
     def lookup_window(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> PrefixHits:
@@ -315,7 +301,10 @@ class TieringManager:
             return _NO_HITS
         if state.keeps is not None and keys[-1] not in state.counted_single:
             self._keep(keys, state.keeps)
-        return self._lookups.window(keys, state)
+        hits = self._lookups.window(keys, state)
+        if state.trace is not None:
+            state.trace.looked_up_window(keys[: hits.chunks + 1], 0 if hits.pending else hits.ready)
+        return hits
 
     @_timed
     def ready_run(self, keys: Sequence[OffloadKey]) -> int:
@@ -561,17 +550,7 @@ class TieringManager:
             self._prefetches.shut_down()
             self.lock.release()
         if not closed:
-            if self._recorder is not None:
-                began = time.monotonic()
-                self._recorder.close(min(timeout, _RECORD_SECONDS))
-                timeout = max(0.0, timeout - (time.monotonic() - began))
-            if self._what_if is not None:
-                self._what_if.close(_WHAT_IF_SECONDS)
-            if self._tracing.close is not None:
-                self._tracing.close(_SPAN_SECONDS)
-            for side in self._event_sides:
-                side.close(_EVENT_SECONDS)
-            self._engine.close_tiers(timeout)
+            self._engine.close_tiers(self._watchers.close(timeout))
             self._primary.close()
             self._engine.close_region()
 

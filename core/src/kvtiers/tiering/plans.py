@@ -74,6 +74,8 @@ class Plans:
         prepared = self._primary.prepare_store(keys, state.context.request_id)
         if prepared is None:
             self._metrics.refused_stores += len(keys)
+            if state.trace is not None:
+                state.trace.planned_store(keys, None)
             return None
         new, rows, evicted = prepared
         self._metrics.declined_stores = self._primary.declined
@@ -85,6 +87,8 @@ class Plans:
         plan = StorePlan(next(self._ids), new, np.asarray(rows, np.int32), evicted)
         self._stores[plan.plan_id] = _Open(new, rows, state)
         state.open_stores += 1
+        if state.trace is not None:
+            state.trace.planned_store(keys, plan)
         return plan
 
     def complete_store(self, plan: StorePlan, *, success: bool) -> RequestState | None:
@@ -93,6 +97,8 @@ class Plans:
         if leased is None:
             self._metrics.misuse += 1
             return None
+        if leased.state.trace is not None:
+            leased.state.trace.completed(plan, success=success)
         if success:
             self._make_readable(leased)
         else:
@@ -114,6 +120,8 @@ class Plans:
         self._cascades.read(keys, state)
         plan = LoadPlan(next(self._ids), keys, np.asarray(rows, np.int32))
         self._loads[plan.plan_id] = _Open(keys, rows, state)
+        if state.trace is not None:
+            state.trace.planned_load(plan)
         return plan
 
     def complete_load(self, plan: LoadPlan, *, success: bool) -> None:
@@ -122,6 +130,8 @@ class Plans:
         if leased is None:
             self._metrics.misuse += 1
             return
+        if leased.state.trace is not None:
+            leased.state.trace.completed(plan, success=success)
         if not success:
             self._metrics.failed_gpu_loads += len(leased.rows)
             if self._engine.dma_may_run():

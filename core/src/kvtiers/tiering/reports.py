@@ -12,7 +12,7 @@ from typing import Any
 from kvtiers._log_queue import dropped_lines
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
-from kvtiers.tiering.engine_side import EventSide, ShadowSide
+from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import OffloadEvent
 
@@ -35,17 +35,13 @@ class Snapshots:
         primary: CPUPrimaryTier,
         slots: Sequence[TierSlot],
         own_stats: Callable[[str], dict[str, float]],
-        what_if: ShadowSide | None = None,
-        lost_spans: Callable[[], int] | None = None,
-        publisher: EventSide | None = None,
+        watchers: Watchers,
     ) -> None:
         self._metrics = metrics
         self._primary = primary
         self._slots = slots
         self._own_stats = own_stats
-        self._what_if = what_if
-        self._lost_spans = lost_spans
-        self._publisher = publisher
+        self._watchers = watchers
         self.turns = 0
 
     def data(self) -> dict[str, Any]:
@@ -53,8 +49,9 @@ class Snapshots:
         slots = tuple(self._slots)  # which the engine's thread may change meanwhile
         engine, primary, tiers = self._moment(slots)
         named = zip(slots, tiers, strict=True)
-        what_if = {} if self._what_if is None else {"what_if": self._what_if.report()}
-        events = {} if self._publisher is None else {"events": dict(self._publisher.report())}
+        shadows, publisher = self._watchers.what_if, self._watchers.publisher
+        what_if = {} if shadows is None else {"what_if": shadows.report()}
+        events = {} if publisher is None else {"events": dict(publisher.report())}
         return (
             what_if
             | events
@@ -70,8 +67,8 @@ class Snapshots:
         for _ in range(_MOST_LOOKS):
             turn = self.turns
             self._metrics.dropped_log_lines = dropped_lines()
-            if self._lost_spans is not None:
-                self._metrics.dropped_spans = self._lost_spans()
+            if self._watchers.tracing is not None:
+                self._metrics.dropped_spans = self._watchers.tracing.lost
             self._count_events()
             moment = self._metrics.as_data(), self._primary.figures(), [slot.metrics.as_data() for slot in slots]
             if turn % 2 == 0 and turn == self.turns:
@@ -80,8 +77,8 @@ class Snapshots:
         return moment
 
     def _count_events(self) -> None:
-        if self._publisher is not None:
-            report, metrics = self._publisher.report(), self._metrics
+        if self._watchers.publisher is not None:
+            report, metrics = self._watchers.publisher.report(), self._metrics
             metrics.event_batches = report["batches"]
             metrics.event_chunks = report["chunks"]
             metrics.dropped_event_chunks = report["dropped_chunks"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
+from kvtiers.tiering.engine_side import RequestTrace, TraceSide
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import TENANT_FIELD, PrefixHits, RequestContext, Retention
 
@@ -132,6 +133,8 @@ class RequestState:
     parked: dict[OffloadKey, None] = field(default_factory=dict)
     """Keys that a tier of ``whole`` wants but that are not readable yet."""
     finished: bool = False
+    trace: RequestTrace | None = None
+    """Of a request in the sample of ``tracing``."""
     is_prefetch: bool = False
     """It stands for a prefetch: what is loaded for it is not protected, as no request waits to read it."""
 
@@ -163,9 +166,12 @@ class RequestState:
 class RequestTable:
     """The open requests, and those that are over but of whose end the tiers have not been notified yet."""
 
-    def __init__(self, slots: Sequence[TierSlot], on_misuse: Callable[[], None]) -> None:
+    def __init__(
+        self, slots: Sequence[TierSlot], on_misuse: Callable[[], None], tracing: TraceSide | None = None
+    ) -> None:
         self._slots = slots
         self._on_misuse = on_misuse
+        self._tracing = tracing
         self._open: dict[str, RequestState] = {}
         self._closing: dict[str, RequestState] = {}
         self._over: OrderedDict[str, RequestContext] = OrderedDict()
@@ -195,6 +201,8 @@ class RequestTable:
         state = RequestState(ctx, allowed, whole, prompt_tokens=prompt_tokens)
         if ctx.params and isinstance(named := ctx.params.get(TENANT_FIELD), str):
             state.tenant = named
+        if self._tracing is not None:
+            state.trace = self._tracing.begin(ctx)
         self._open[ctx.request_id] = state
         return state
 
@@ -219,6 +227,8 @@ class RequestTable:
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
         self._closing[ctx.request_id] = state
+        if state.trace is not None:
+            state.trace.finished(state)
         return state
 
     def retire_keys(self) -> None:

@@ -17,7 +17,7 @@ from kvtiers.layout.cache_layout import VALUE_ALIGN
 from kvtiers.plugins import load_tier
 from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem, read_text
 from kvtiers.region.memfd import HUGE_PAGE_BYTES
-from kvtiers.tiering.span_writer import otlp_exporter
+from kvtiers.tracing.span_writer import otlp_exporter
 
 __all__ = ["examine"]
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtiers._failures import log_with_backoff, logged_boundary
 from kvtiers.api import ConfigError
-from kvtiers.tiering.spans import Span, SpanQueue, TracedRequest
+from kvtiers.tracing.spans import Span, SpanQueue, TracedRequest
+from kvtiers.types import RequestContext
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +79,15 @@ class SpanWriter:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtiers-spans", daemon=True)
         self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Spans that are missing at the receiver."""
+        return self._queue.lost
+
+    def begin(self, context: RequestContext) -> TracedRequest | None:
+        """Return the record of a request that is new here, if it is in the sample."""
+        return self._queue.begin(context)
 
     def close(self, timeout: float) -> None:
         """Send what was recorded, for ``timeout`` seconds at most, and end."""

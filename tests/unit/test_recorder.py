@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
+from kvtiers import recorder as module
 from kvtiers.layout.tenants import Tenants
-from kvtiers.tiering import recorder as module
-from kvtiers.tiering.recorder import Recorder
+from kvtiers.recorder import Recorder
 from kvtiers_replay.trace import read_trace
 
 BLOCKS = [bytes([number]) * 32 for number in range(40)]

@@ -1,0 +1,1 @@
+"""Tracing: OpenTelemetry spans of the lookups, loads and stores of sampled requests. Imported only where it is on."""
