@@ -1,5 +1,6 @@
 """What authors have on a laptop: no memfd, no pidfd, no abstract sockets; the kit and replay work all the same."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def test_replay_works_and_says_in_a_line_what_does_not(tmp_path, io, fallen_back
     )
     assert done.returncode == 0, done.stderr
     assert "all bytes are right" in done.stdout
-    no_region, *others = done.stderr.splitlines()
+    # A busy machine takes long enough to show its progress, too.
+    no_region, *others = [line for line in done.stderr.splitlines() if not re.match(r"\d+/\d+ requests, ", line)]
     assert no_region.startswith("no shared region on darwin: ranks must run in this process")
     assert len(others) == fallen_back
     assert all(line.startswith("memory: no tier host") for line in others)

@@ -63,6 +63,11 @@ def test_a_name_squatted_by_another_user_is_one_clear_line_for_the_scheduler(mac
 
 def test_an_engine_id_in_use_is_one_clear_line_that_names_the_process(machine):
     first = machine.manager()
+    first.do(
+        "import logging\n"
+        "lines = []\n"
+        "logging.getLogger('kvtiers.region').addFilter(lambda record: lines.append(record.getMessage()) or True)"
+    )
     second = machine.party()
     second.do("cache = layout()")
     with pytest.raises(AssertionError, match=f"StartError: engine id .* is in use .* by process {first.pid} ") as error:
@@ -70,6 +75,7 @@ def test_an_engine_id_in_use_is_one_clear_line_that_names_the_process(machine):
     assert "\n" not in str(error.value)
     machine.rank()
     first.do("region.wait_ready()")
+    assert first.do("lines") == [], "the engine that has the id is not bothered"
 
 
 def test_an_engine_id_is_free_again_at_once_after_its_engine_was_killed(machine):

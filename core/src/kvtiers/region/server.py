@@ -208,8 +208,11 @@ class AcceptThread:
         kind = message[0] if message else None
         if peer.rank is None and kind == Kind.HELLO:
             self._admit(peer, message[1:])
+        elif peer.rank is None and kind is None:  # it only looked whether the name is in use
+            self._forget(peer)
+            time.sleep(_PAUSE_SECONDS)
         elif peer.rank is None:
-            self._refuse(peer, "it does not begin with a HELLO", ours=kind is not None)
+            self._refuse(peer, "it does not begin with a HELLO")
         else:
             told = "has left" if kind == Kind.GOODBYE else "is no longer connected"
             _log.log(logging.INFO if kind else logging.WARNING, "rank %d (process %d) %s", peer.rank, peer.pid, told)
@@ -238,6 +241,7 @@ class AcceptThread:
             _log.warning(unwatched, rank, peer.pid)
         peer.rank = rank
         self._desks[rank].pinned = None
+        self._look_after = FIRST_LOOK
         if self._ranks.missing == [rank] and "join" not in self.timings:
             self._has_warned = True  # there is nothing left to warn of
             self.timings["join"] = seconds = time.monotonic() - self._started  # there once ``wait_all`` returns
