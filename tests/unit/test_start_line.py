@@ -10,9 +10,9 @@ import pytest
 from tests.unit.test_runtime import LAYOUT, MEMORY, config, running
 
 import kvtiers
-from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.start_line import OFF, StartFacts, StartLine
+from kvtiers.start_line import OFF, StartFacts, StartLine, rows_in_words
 
 WRONG = {**MEMORY, "capacity": "1KiB", "name": "wrong", "breaker": {"delay": "60s"}}
 
@@ -41,7 +41,7 @@ def test_a_start_is_one_line_with_all_that_it_is(lines, io):
     assert since, line
     fingerprint = StorageNames.of_layout("prod", LAYOUT).fingerprint
     assert line == (
-        f"kvtiers {kvtiers.__version__} is on, by its Python API; primary 1MiB in 256 rows; "
+        f"kvtiers {kvtiers.__version__} is on, by its Python API; primary 1MiB in 256 rows of 16 tokens; "
         f"tiers: near (memory) in use; namespace 'prod', fingerprint {fingerprint}: "
         f"shared since {since[1]} by all engines with this namespace and fingerprint"
     )
@@ -123,3 +123,18 @@ def test_an_engine_whose_tiers_are_off_says_so_in_its_start_line(lines):
         "namespace 'prod': nothing is stored or loaded"
     )
     assert not tier.warned, "the reason has been logged where it was found"
+
+
+def test_rows_are_described_by_their_tokens_and_those_of_a_hybrid_model_by_its_groups():
+    def layout(*groups, blocks=4):
+        tensors = tuple(KVTensor(f"t{number}", number, 64) for number in range(len(groups)))
+        return CacheLayout(ModelIdentity("model"), groups, tensors, blocks_per_chunk=blocks)
+
+    full, window = KVGroup("f", 16), KVGroup("w", 16, "sliding_window", 1024)
+    assert rows_in_words(layout(full)) == "of 64 tokens"
+    assert rows_in_words(layout(full, window, window)) == (
+        "of 64 tokens (KV groups: 1 with full attention, 2 with windows of 1024 tokens)"
+    )
+    assert rows_in_words(layout(full, KVGroup("s", 544, "state_space"), blocks=1)) == (
+        "of 16 or 544 tokens (KV groups: 1 with full attention, 1 with states)"
+    )

@@ -16,7 +16,7 @@ from kvtiers.model_identity import described, is_shared, with_weights
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.ranks import PrefaultEnded, RankJoined, RankLost
 from kvtiers.region.region import OffloadRegion
-from kvtiers.start_line import StartFacts, StartLine
+from kvtiers.start_line import StartFacts, StartLine, rows_in_words
 from kvtiers.tier_set import TierRows, TierSet
 
 __all__ = ["EngineLifecycle"]
@@ -69,9 +69,10 @@ class EngineLifecycle:
     def write_start_line(self, way_in: str) -> None:
         """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
         region = self._region
+        size = format_size(region.num_rows * region.row_stride)
         facts = StartFacts(
             way_in,
-            f"{format_size(region.num_rows * region.row_stride)} in {region.num_rows} rows",
+            f"{size} in {region.num_rows} rows {rows_in_words(self._layout)}",
             self._namespace,
             self._names.fingerprint,
             shared=is_shared(self._layout.model),

@@ -7,14 +7,16 @@ tiers' hosts for it: the engine's thread may be idle for hours, and polls nothin
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtiers import __version__
 from kvtiers._failures import logged_boundary
+from kvtiers.layout.cache_layout import CacheLayout
 
-__all__ = ["OFF", "Announced", "StartFacts", "StartLine"]
+__all__ = ["OFF", "Announced", "StartFacts", "StartLine", "rows_in_words"]
 
 OFF = "off"
 """The state of a tier that is off in this engine, for a reason that has been logged."""
@@ -68,6 +70,17 @@ class StartFacts:
             f"kvtiers {__version__} is on, {self.way_in}; primary {self.primary}; tiers: {named}; "
             f"namespace {self.namespace!r}, fingerprint {self.fingerprint}: {whose}"
         )
+
+
+def rows_in_words(layout: CacheLayout) -> str:
+    """Return how many tokens a row has, and of which kinds of KV groups, if there are several."""
+    tokens = sorted({layout.tokens_per_chunk(group) for group in range(len(layout.groups))})
+    kinds = Counter(
+        {"full_attention": "full attention", "state_space": "states"}.get(each.kind, f"windows of {each.window} tokens")
+        for each in layout.groups
+    )
+    groups = ", ".join(f"{count} with {kind}" for kind, count in kinds.items())
+    return f"of {' or '.join(map(str, tokens))} tokens" + (f" (KV groups: {groups})" if len(layout.groups) > 1 else "")
 
 
 class StartLine:

@@ -54,7 +54,7 @@ class Engine:
     def extra(self, config):
         """Return vLLM's kv_connector_extra_config."""
         waits = {"lookup_wait": "30s", "load_wait": "60s"}
-        return {"kvtiers_config": {**config, "primary": {"capacity": "64MiB"}, **waits}}
+        return {"kvtiers_config": {**config, "primary": {"capacity": "64MiB"}, **waits}, "blocks_per_chunk": 1}
 
     def put(self, seed):
         self._engine.generate(prompt_of(seed))

@@ -17,6 +17,8 @@ WHOLE = [len(prompt) // BLOCK * BLOCK for prompt in PROMPTS]
 """Tokens of each prompt in whole blocks."""
 CHUNKS = sum(WHOLE) // BLOCK
 """Chunks of both prompts, where a chunk is a block."""
+AUTO = 2 * BLOCK
+"""Tokens in a chunk of the whole stack whose config says nothing of ``blocks_per_chunk``."""
 
 
 @pytest.fixture(scope="module", params=[tiers, whole_stack], ids=["tiers", "whole-stack"])

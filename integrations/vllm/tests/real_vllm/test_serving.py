@@ -20,7 +20,7 @@ from kvtiers.control import running, send_command
 from kvtiers.plugins import load_tier
 from kvtiers.status import ask_engine
 
-from .conftest import CHUNKS, PROMPTS, WHOLE
+from .conftest import AUTO, CHUNKS, PROMPTS, WHOLE
 from .engines import BLOCK, PATIENCE, environment, family, shared_memory, transfer_config, wait_until
 from .models import make_prompt
 from .servers import SmallS3
@@ -34,6 +34,8 @@ DRAIN, HOSTS_END = 10, 8
 VLLMS_END = 15
 """Seconds of vLLM's own: it waits 5 for its worker, and then 6 for an engine whose tiers have ended; busy, longer."""
 GOOD = ["memory", "fs", "redis", "s3"]
+SWITCHED_CHUNKS = sum(len(prompt) // AUTO for prompt in PROMPTS)
+"""Chunks of both prompts in ``switched``."""
 GOOD_AND_BAD = dict.fromkeys(GOOD, 1) | {"bad": 0}
 """Of each tier of ``served``, whether it can be used."""
 
@@ -255,7 +257,7 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
 def test_a_server_that_has_nothing_but_the_variable_serves_with_its_tiers(switched, truth):
     for prompt in PROMPTS:
         assert switched.complete(prompt) == truth[tuple(prompt)]
-    switched.until(lambda: switched.figures("kvtiers_tier_stored_chunks_total").get("fs") == CHUNKS)
+    switched.until(lambda: switched.figures("kvtiers_tier_stored_chunks_total").get("fs") == SWITCHED_CHUNKS)
 
 
 def test_a_server_that_has_served_nothing_yet_is_warmed_with_what_another_one_has_stored(
@@ -263,7 +265,7 @@ def test_a_server_that_has_served_nothing_yet_is_warmed_with_what_another_one_ha
 ):
     for prompt in PROMPTS:
         switched.complete(prompt)
-    switched.until(lambda: switched.figures("kvtiers_tier_stored_chunks_total").get("fs") == CHUNKS)
+    switched.until(lambda: switched.figures("kvtiers_tier_stored_chunks_total").get("fs") == SWITCHED_CHUNKS)
     config = switched.log.parent / "tiers.yaml"
     replica = Server(model, None, tmp_path / "log", KVTIERS_CONFIG=str(config))
     try:
@@ -272,11 +274,11 @@ def test_a_server_that_has_served_nothing_yet_is_warmed_with_what_another_one_ha
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         (warmed,) = json.loads(done.stdout)
-        assert (warmed["loaded"], warmed["ended"]) == (CHUNKS, "done")
+        assert (warmed["loaded"], warmed["ended"]) == (SWITCHED_CHUNKS, "done")
         for prompt in PROMPTS:
             assert replica.complete(prompt) == truth[tuple(prompt)]
         replica.until(lambda: replica.figures("kvtiers_tier_hits_total").get("fs", 0) > 0)
-        assert replica.figures("kvtiers_tier_loaded_chunks_total")["fs"] == CHUNKS, "its requests had to load"
+        assert replica.figures("kvtiers_tier_loaded_chunks_total")["fs"] == SWITCHED_CHUNKS, "its requests had to load"
     finally:
         replica.kill()
 
@@ -312,9 +314,11 @@ def test_an_idle_server_is_commanded_and_goes_on_with_the_right_tokens(switched,
 
 
 def test_weights_that_a_server_reloads_on_request_are_others(switched, truth):
-    (first, _), stored, chunks = PROMPTS, "kvtiers_tier_stored_chunks_total", WHOLE[0] // BLOCK
+    (first, _), stored, chunks = PROMPTS, "kvtiers_tier_stored_chunks_total", len(PROMPTS[0]) // AUTO
     assert switched.complete(first) == truth[tuple(first)]
-    switched.until(lambda: switched.figures(stored).get("fs") in (chunks, CHUNKS))  # another test may have stored both
+    switched.until(
+        lambda: switched.figures(stored).get("fs") in (chunks, SWITCHED_CHUNKS)
+    )  # another test may have stored both
     loaded = "kvtiers_tier_loaded_chunks_total"
     before, loaded_before = switched.figures(stored)["fs"], switched.figures(loaded).get("fs", 0)
     assert switched.post("/collective_rpc", method="reload_weights") is not None
@@ -329,7 +333,7 @@ def test_the_field_of_a_request_over_http_keeps_its_rows_and_refuses_a_wrong_ten
         (value,) = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", switched.get("/metrics"), re.MULTILINE) or ["0"]
         return float(value)
 
-    prompt = make_prompt(8, 6 * BLOCK + 1)
+    prompt = make_prompt(8, 6 * AUTO + 1)
     switched.complete(prompt, kv_transfer_params={"kvtiers": {"tenant": "blue", "ttl": "1h"}})
     switched.until(lambda: figure("kvtiers_primary_kept_rows") == 6)
     switched.complete(prompt, kv_transfer_params={"kvtiers": {"tenant": "not a name"}})

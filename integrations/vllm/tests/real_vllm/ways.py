@@ -26,9 +26,12 @@ def tiers(
 def whole_stack(
     *secondary: dict[str, Any], waits: dict[str, Any] = PATIENT, options: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Return vLLM's kv_connector_extra_config for kvtiers' own manager, primary and workers, over these tiers."""
+    """Return vLLM's kv_connector_extra_config for kvtiers' own manager, primary and workers, over these tiers.
+
+    A chunk is one block: the prompts of these tests are short.
+    """
     config = {"version": 1, "primary": {"capacity": "64MiB"}, "secondary": list(secondary)} | waits | (options or {})
-    return {"kvtiers_config": config} | more
+    return {"kvtiers_config": config, "blocks_per_chunk": 1} | more
 
 
 def fs(path: Path, **more: Any) -> dict[str, Any]:

@@ -112,9 +112,18 @@ class OffloadingConnector:
         return set()
 
 
+@dataclass
+class PrepareStoreOutput:
+    keys_to_store: list[bytes]
+    store_spec: Any
+    evicted_keys: list[bytes]
+
+
 class OffloadingConnectorScheduler:
     def __init__(self, spec):
         self.manager = spec.get_manager()
+        self.config = None
+        self._req_status = {}
 
 
 class OffloadingConnectorWorker:
@@ -275,7 +284,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.executor.abstract": {"Executor": Executor},
     "vllm.v1.kv_offload.base": {
         **{name: _kind(name) for name in (*_BASE, "LoadStoreSpec", "OffloadingWorker")},
-        **{name: _kind(name) for name in ("OffloadingManager", "PrepareStoreOutput")},
+        "OffloadingManager": _kind("OffloadingManager"),
+        "PrepareStoreOutput": PrepareStoreOutput,
         "OffloadPolicy": Enum("OffloadPolicy", ["CHUNK_LEVEL", "REQUEST_LEVEL"]),
         "LookupResult": LookupResult,
         "Medium": Medium,

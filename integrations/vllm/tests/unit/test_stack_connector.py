@@ -1,6 +1,7 @@
 """``KvtiersConnector`` builds kvtiers' spec from its own configs, and is refused where that would not hold."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -25,6 +26,34 @@ def test_what_it_builds_is_built_for_the_configs_that_it_was_given(module):
     extra = config.kv_transfer_config.kv_connector_extra_config
     assert extra["spec_name"] == "KvtiersOffloadingSpec", "by which vLLM's factory finds the spec"
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [({}, 4), ({"blocks_per_chunk": "auto"}, 4), ({"blocks_per_chunk": 1}, 1), ({"block_size": 32}, None)],
+)
+def test_vllm_is_told_how_many_blocks_a_chunk_has_unless_its_config_says_it(module, given, chosen):
+    config = engine_config(kvtiers_config="tiers.yaml", **given)
+    spec = SimpleNamespace(block_size=16, unpadded_page_size_bytes=4096)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])])
+    module.KvtiersConnector(config, "role", groups)
+    assert config.kv_transfer_config.kv_connector_extra_config.get("blocks_per_chunk") == chosen
+
+
+def test_of_windows_in_chunks_of_several_blocks_vllms_own_table_is_looked_at(module):
+    def groups(*windows):
+        return [SimpleNamespace(group_idx=7 + n, sliding_window_size_in_chunks=w) for n, w in enumerate(windows)]
+
+    table = [SimpleNamespace(block_ids=[1, 2, 3, 4]), SimpleNamespace(block_ids=[0, 0, 0, 9])]
+    scheduler = SimpleNamespace(_req_status={"r": SimpleNamespace(group_states=table)})
+    scheduler.config = SimpleNamespace(blocks_per_chunk=2, kv_group_configs=groups(None, 2))
+    look = module._window_blocks(scheduler)
+    assert [look("r", 8, 0), look("r", 8, 1)] == [[0, 0], [0, 9]]
+    assert look("r", 7, 1) is None, "full attention loses no block"
+    scheduler.config = SimpleNamespace(blocks_per_chunk=1, kv_group_configs=groups(None, 2))
+    assert module._window_blocks(scheduler) is None
+    scheduler.config = SimpleNamespace(blocks_per_chunk=2, kv_group_configs=groups(None))
+    assert module._window_blocks(scheduler) is None
 
 
 def test_the_process_that_serves_figures_has_the_specs(module):
@@ -108,3 +137,27 @@ def test_a_step_is_recorded_with_the_mean_position_of_what_it_computes(module):
     )
     connector._step_begins(step)
     assert begun == [(300, 2, (200 * (64 + 100) + 100 * (4000 + 50)) / 300)]
+
+
+@pytest.mark.parametrize(
+    ("interval", "groups", "stored"),
+    [
+        (0, [(64, None), (64, 16)], 8192),
+        (0, [(48, None), (48, 22), (32, 32)], 8160),
+        (0, [(64, None)], 0),
+        (0, [(64, None), (544, 1, True)], 0),
+        (512, [(64, None), (64, 16)], 512),
+        (None, [(64, None), (64, 16)], None),
+        (0, [(64, None), (16384, 1)], 16384),
+    ],
+)
+def test_windows_have_checkpoints_unless_vllms_config_says_how_many(module, interval, groups, stored):
+    class Config(NamedTuple):
+        retention_interval: int | None
+        kv_group_configs: list
+
+    made = [
+        SimpleNamespace(tokens_per_chunk=tokens, sliding_window_size_in_chunks=window, requires_cow_source=bool(more))
+        for tokens, window, *more in groups
+    ]
+    assert module._with_checkpoints(Config(interval, made)).retention_interval == stored

@@ -9,7 +9,7 @@ from kvtiers.api import ConfigError, StartError
 from kvtiers.layout.cache_layout import ModelIdentity
 from kvtiers_vllm.identity import Engine
 from kvtiers_vllm.releases import require_whole_stack
-from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
+from kvtiers_vllm.stack.layout import auto_blocks_per_chunk, cache_layout, group_keys, layer_tensors, rank_map
 from kvtiers_vllm.stack.options import load_stack_config
 
 KV_HEADS = 2
@@ -179,3 +179,37 @@ def test_the_config_names_the_weights_and_nothing_else_of_the_model():
 def test_a_config_that_is_missing_is_asked_for():
     with pytest.raises(ConfigError, match="kvtiers_config is missing"):
         load_stack_config({})
+
+
+def groups_of(*groups):
+    """``groups``: tokens in a block, bytes of a page, and how many layers; further fields of the spec."""
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(
+                kv_cache_spec=SimpleNamespace(block_size=tokens, unpadded_page_size_bytes=page, **more),
+                layer_names=[f"{number}.{layer}" for layer in range(layers)],
+            )
+            for number, (tokens, page, layers, more) in enumerate(groups)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "world_size", "interval", "blocks"),
+    [
+        ([(16, 4096, 36, {})], 1, None, 4),
+        ([(16, 4096, 6, {})] * 6, 2, 0, 4),
+        ([(32, 4096, 36, {})], 1, 0, 2),
+        ([(24, 4096, 36, {})], 1, 0, 3),
+        ([(64, 4096, 36, {})], 1, 0, 1),
+        ([(16, 4096, 36, {}), (256, 4096, 36, {})], 1, 0, 1),
+        ([(16, 65536, 80, {})], 1, 0, 3),
+        ([(16, 65536, 80, {})], 4, 0, 1),
+        ([(16, 4096, 6, {})] * 6, 1, 8192, 4),
+        ([(16, 4096, 6, {})] * 6, 1, 32, 2),
+        ([(16, 4096, 6, {}), (16, 4096, 6, {"mamba_cache_mode": "align"})], 1, 0, 1),
+        ([], 1, None, 1),
+    ],
+)
+def test_a_chunk_has_64_tokens_in_16_mib_unless_the_config_says_otherwise(groups, world_size, interval, blocks):
+    assert auto_blocks_per_chunk(groups_of(*groups), world_size, interval) == blocks

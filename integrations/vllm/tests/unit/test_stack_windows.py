@@ -38,6 +38,8 @@ class Engine:
         self.manager._answered_for, self.manager._answers, self.manager._asked = None, {}, set()
         self.manager._began_idle = self.manager._alone = False
         self.manager._brought = set()
+        self.manager.window_blocks = None
+        self.manager._plans = SimpleNamespace(start=lambda _plan, _request: None)
         self.manager._describer = None
         self.manager.pipelined = SimpleNamespace(can_begin=lambda _keys: False)
         shown = SimpleNamespace(request_id="r", block_hashes=self.hashes, lora_request=None, cache_salt=None)
@@ -146,7 +148,6 @@ def test_of_a_window_that_is_there_in_part_nothing_is_loaded(engine):
 def test_vllm_is_told_of_each_loaded_chunk_whether_a_tier_or_the_primary_had_it(engine):
     scene = engine(8)
     manager, bench = scene.manager, scene.bench
-    manager._plans = SimpleNamespace(start=lambda _plan, _request: None)
     manager._limit = SimpleNamespace(load_found=lambda: None)
     keys = [scene.key(0, place) for place in range(8)]
     bench.store(keys[:3])
@@ -160,3 +161,14 @@ def test_vllm_is_told_of_each_loaded_chunk_whether_a_tier_or_the_primary_had_it(
 
     assert sources() == ["host"] * 3 + ["disk"] * 5
     assert sources() == ["host"] * 8, "the next one has them from the primary"
+
+
+def test_a_chunk_of_which_a_window_has_lost_a_block_is_left_out_and_the_others_are_stored(engine):
+    """vLLM copies what blocks it has one after the other: two such chunks would hold each other's bytes."""
+    scene = engine(8)
+    blocks = {(1, 5): [0, 7], (1, 7): [7, 0]}
+    scene.manager.window_blocks = lambda _name, group, chunk: blocks.get((group, chunk), [7, 7] if group else None)
+    offered = [scene.key(0, place) for place in range(8)] + [scene.key(1, place) for place in range(4, 8)]
+    stored = scene.manager.prepare_store(offered, scene.context)
+    assert stored.keys_to_store == [key for key in offered if key not in (scene.key(1, 5), scene.key(1, 7))]
+    assert not scene.manager.prepare_store([scene.key(1, 5)], scene.context).keys_to_store

@@ -9,9 +9,11 @@
                        the blocks that a pipelined load has ended without in its own way for blocks
 """
 
-from collections.abc import Iterable
+import logging
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 
@@ -22,6 +24,7 @@ from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.plugin_figures import under_defined_names
 from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.figures import definitions
+from kvtiers_vllm.stack.layout import auto_blocks_per_chunk
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, noted_tier_types
 from kvtiers_vllm.stack.plans import CopyReport
 from kvtiers_vllm.stack.worker import LoadPart
@@ -40,7 +43,13 @@ except ImportError:
     require_whole_stack(vllm_version)  # one that is not supported is refused by its name, not by that of what it lacks
     raise
 
+if TYPE_CHECKING:
+    from kvtiers_vllm.stack.manager import WindowBlocks
+
 __all__ = ["KvtiersConnector"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_CHECKPOINT_TOKENS = 8192
 
 
 @dataclass
@@ -94,15 +103,19 @@ class KvtiersConnector(OffloadingConnector):
         require_whole_stack(vllm_version)
         refuse_unwrapped()
         check(OffloadingConnector, CONNECTOR, vllm_version, sets=("connector_scheduler", "connector_worker"))
-        check(OffloadingConnectorScheduler, {}, vllm_version, sets=("manager",))
+        check(OffloadingConnectorScheduler, {}, vllm_version, sets=("manager", "config", "_req_status"))
         check(OffloadingConnectorWorker, {}, vllm_version, sets=("worker",))
         _refuse_multi_connector()
         self.bugs = BugCount("kvtiers")
         # A load that fails is computed: the engine would end the request otherwise.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         _name_spec(vllm_config)
+        _choose_chunk(vllm_config, kv_cache_config)
         with being_built(Engine(vllm_config, kv_cache_config, whole_stack=True)):
             super().__init__(vllm_config, role, kv_cache_config)
+        if (scheduler := self.connector_scheduler) is not None:
+            scheduler.config = _with_checkpoints(scheduler.config)
+            scheduler.manager.window_blocks = _window_blocks(scheduler)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any, **more: Any) -> Any:
@@ -246,6 +259,56 @@ def _name_spec(vllm_config: Any) -> None:
             f"kv_connector_extra_config: spec_name is {given!r}, but {CONNECTOR_NAME} has a spec of its own: "
             "leave spec_name out, or use kv_connector OffloadingConnector"
         )
+
+
+def _choose_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Make ``blocks_per_chunk`` a number for vLLM, where its config has "auto" or says nothing of it."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if extra.get("blocks_per_chunk", "auto") == "auto" and "block_size" not in extra:
+        world_size = int(getattr(getattr(vllm_config, "parallel_config", None), "world_size", 1))
+        interval = getattr(getattr(vllm_config, "cache_config", None), "prefix_cache_retention_interval", None)
+        extra["blocks_per_chunk"] = auto_blocks_per_chunk(kv_cache_config, world_size, interval)
+
+
+def _with_checkpoints(config: Any) -> Any:
+    """Return vLLM's config of what it offers with a checkpoint every 8,192 tokens, where it has none of its own.
+
+    By its default the windows before a prompt's end are stored, and those before a prefix that it has seen shared: the
+    first other prompt that shares most of a long one would find nothing. vLLM's own prefix cache stays as it is.
+    """
+    chunks = [group.tokens_per_chunk for group in config.kv_group_configs if _is_windowed(group)]
+    if config.retention_interval != 0 or not chunks:
+        return config
+    least = math.lcm(*chunks)
+    interval = max(least, _CHECKPOINT_TOKENS // least * least)
+    _log.info("sliding windows are stored before every %d tokens of a prompt, and before its end", interval)
+    return config._replace(retention_interval=interval)
+
+
+def _is_windowed(group: Any) -> bool:
+    """Return whether a group of vLLM's has sliding windows; states, whose blocks it hands over one by one, are none."""
+    return group.sliding_window_size_in_chunks is not None and not getattr(group, "requires_cow_source", False)
+
+
+def _window_blocks(scheduler: Any) -> "WindowBlocks | None":
+    """Return how to see which blocks vLLM has for a request's windows; None where a chunk of these is one block."""
+    places = {
+        int(group.group_idx): place
+        for place, group in enumerate(scheduler.config.kv_group_configs)
+        if _is_windowed(group)
+    }
+    per_chunk = int(scheduler.config.blocks_per_chunk)
+    if per_chunk == 1 or not places:
+        return None
+
+    def blocks(request_id: str, group: int, chunk: int) -> Sequence[int] | None:
+        if (place := places.get(group)) is None:
+            return None
+        request = scheduler._req_status[request_id]  # noqa: SLF001 -- vLLM shows it to no connector
+        found: list[int] = request.group_states[place].block_ids
+        return found[chunk * per_chunk : (chunk + 1) * per_chunk]
+
+    return blocks
 
 
 def _refuse_multi_connector() -> None:

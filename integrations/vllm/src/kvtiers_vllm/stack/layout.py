@@ -6,7 +6,7 @@ certifies it, canonical: their bytes do not depend on how many ranks hold the he
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvtiers.api import StartError
@@ -15,7 +15,32 @@ from kvtiers.layout.rank_map import CopyRun, RankMap
 from kvtiers_vllm.engine import Engine
 from kvtiers_vllm.stack.keys import GroupKeys
 
-__all__ = ["cache_layout", "group_keys", "layer_tensors", "rank_map"]
+__all__ = ["auto_blocks_per_chunk", "cache_layout", "group_keys", "layer_tensors", "rank_map"]
+
+_CHUNK_TOKENS = 64
+_MOST_VALUE_BYTES = 16 * 2**20
+
+
+def auto_blocks_per_chunk(kv_cache_config: Any, world_size: int, retention_interval: int | None) -> int:
+    """Return the fewest blocks of vLLM's with at least 64 tokens in each group, in values of 16 MiB at most.
+
+    Each chunk costs the engine's thread about as much, however large: of 64 tokens instead of 16 a prompt takes a half
+    to a quarter, and hits lose .2 % of their tokens. 1 where some group's block has 64 tokens already, and beside
+    states, which vLLM may find at the ends of parts of a block. ``retention_interval``: vLLM's, which chunks must
+    divide.
+    """
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    specs = [group.kv_cache_spec for group in groups]
+    tokens = [int(spec.block_size) for spec in specs]
+    if not specs or max(tokens) >= _CHUNK_TOKENS or any(getattr(spec, "mamba_cache_mode", "") for spec in specs):
+        return 1
+    value = max(world_size * sum(_pages(group.kv_cache_spec, group.layer_names).values()) for group in groups)
+    return next(
+        blocks
+        for blocks in range(-(-_CHUNK_TOKENS // min(tokens)), 0, -1)
+        if blocks == 1
+        or (blocks * value <= _MOST_VALUE_BYTES and not any((retention_interval or 0) % (blocks * n) for n in tokens))
+    )
 
 
 def cache_layout(model: ModelIdentity, offloading: Any, engine: Engine) -> CacheLayout:
@@ -25,8 +50,7 @@ def cache_layout(model: ModelIdentity, offloading: Any, engine: Engine) -> Cache
     for index, group in enumerate(offloading.groups):
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
         groups.append(_group(index, int(group.tokens_per_block), spec))
-        by_layer = getattr(spec, "kv_cache_specs", {})
-        pages = {name: _page_bytes(by_layer.get(name, spec)) for name in group.layer_names}
+        pages = _pages(spec, group.layer_names)
         tensors += [KVTensor(name, index, page, shards * page) for name, page in pages.items()]
     return CacheLayout(
         model,
@@ -132,6 +156,12 @@ def _group(index: int, tokens_per_block: int, spec: Any) -> KVGroup:
     if kind.startswith("Mamba"):
         return KVGroup(name, tokens_per_block, "state_space")
     return KVGroup(name, tokens_per_block)
+
+
+def _pages(spec: Any, layers: Iterable[str]) -> dict[str, int]:
+    """Return the bytes of one block of each of a group's layers."""
+    by_layer = getattr(spec, "kv_cache_specs", {})
+    return {name: _page_bytes(by_layer.get(name, spec)) for name in layers}
 
 
 def _page_bytes(spec: Any) -> int:

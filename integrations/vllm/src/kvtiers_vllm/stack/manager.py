@@ -12,7 +12,7 @@ so that vLLM computes it.
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -41,7 +41,7 @@ from kvtiers_vllm.stack.worker import NO_PLAN, WAKEUP, PlannedRows
 if TYPE_CHECKING:
     from kvtiers_vllm.stack.events import ChunkDescriber, VllmEvents
 
-__all__ = ["KvtiersManager"]
+__all__ = ["KvtiersManager", "WindowBlocks"]
 
 _log = logging.getLogger("kvtiers.vllm")
 
@@ -56,6 +56,10 @@ _POLICIES = {
     Policy.CHUNK_LEVEL: OffloadPolicy.CHUNK_LEVEL,
     Policy.REQUEST_LEVEL: OffloadPolicy.REQUEST_LEVEL,
 }
+WindowBlocks: TypeAlias = Callable[[str, int, int], Sequence[int] | None]
+"""Takes a request, vLLM's number of a group, and a chunk's number; returns vLLM's blocks of it, 0 for one that is lost.
+
+None: the group has no windows, and loses none."""
 _DRAIN_SECONDS = 10.0  # how long an engine that ends may still write to its tiers
 
 
@@ -103,6 +107,8 @@ class KvtiersManager(OffloadingManager):
         """By vLLM's key: it asks chunk by chunk, and one sweep over the prefix has answered them all."""
         self._brought: set[bytes] = set()
         """Those chunks of the last load that a tier has brought for it, by vLLM's keys."""
+        self.window_blocks: WindowBlocks | None = None
+        """Where a chunk has several of vLLM's blocks, of which windows may have lost some."""
         self._first_report = FirstReport(manager.tiers_have_spoken) if self._alone else None
         self._said_unseen = False
         self._began_idle: bool | None = None
@@ -223,7 +229,7 @@ class KvtiersManager(OffloadingManager):
 
     def _run(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Run:
         """Return this step's answer for the prefix from this chunk, or from one before it, on."""
-        group = int.from_bytes(key[-4:], "big")
+        group = _group_number(key)
         run = request.runs.get(group)
         if run is None or place < run.first:
             wanted = keys.following(key, place)
@@ -320,6 +326,8 @@ class KvtiersManager(OffloadingManager):
             return None if self.requests.stores_wait(request) else _nothing_of(request)
         if not request.names(own, keys):
             return _nothing_of(request)
+        if self.window_blocks is not None:
+            keys = [key for key in keys if self._is_whole(key, request, own, self.window_blocks)]
         named = {own.of(key): key for key in keys}
         with self._manager.lock:
             plan = self._manager.prepare_store(list(named), request.context)
@@ -331,6 +339,15 @@ class KvtiersManager(OffloadingManager):
         if self._describer is not None:
             self._describe(request, own, [named[key] for key in plan.keys])
         return PrepareStoreOutput([named[key] for key in plan.keys], self._start(plan, request), [])
+
+    def _is_whole(self, key: bytes, request: OpenRequest, keys: RequestKeys, window_blocks: WindowBlocks) -> bool:
+        """Return whether vLLM has all blocks of a chunk: those that a window has moved past may be another request's.
+
+        vLLM copies the others as if they were one chunk after the other.
+        """
+        place = keys.place(key)
+        blocks = None if place is None else window_blocks(request.context.request_id, _group_number(key), place)
+        return blocks is None or 0 not in blocks
 
     @never_raises(lambda: None)
     def _describe(self, request: OpenRequest, keys: RequestKeys, shown: Sequence[bytes]) -> None:
@@ -443,3 +460,8 @@ class KvtiersManager(OffloadingManager):
 
 def _nothing_of(request: OpenRequest) -> PrepareStoreOutput:
     return PrepareStoreOutput([], PlannedRows(NO_PLAN, request.context.request_id, np.empty(0, np.int32)), [])
+
+
+def _group_number(key: bytes) -> int:
+    """Return vLLM's number of a key's group."""
+    return int.from_bytes(key[-4:], "big")
