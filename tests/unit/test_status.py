@@ -690,3 +690,9 @@ def test_status_is_answered_while_more_commands_than_may_run_wait_for_the_engine
 def test_the_status_of_an_engine_is_asked_for_without_a_line_in_its_log(serve, caplog):
     ask(serve(answer(fs=TIER)).name)
     assert not caplog.records
+
+
+def test_a_machine_that_shows_no_sockets_is_said_so(monkeypatch):
+    monkeypatch.setattr("kvtiers.cli.engines._SOCKETS", "/nowhere/net/unix")
+    done = CliRunner().invoke(cli, ["status"])
+    assert "no engine can be found: /nowhere/net/unix cannot be read" in done.stderr

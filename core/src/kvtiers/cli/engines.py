@@ -1,5 +1,7 @@
 """The running engines of this machine, as their control sockets answer; for the commands to and about them."""
 
+import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +14,7 @@ from kvtiers.status import ask_engine
 __all__ = ["NO_COMMANDS", "ask_all", "engines", "meant"]
 
 _AT_ONCE = 32
+_SOCKETS = "/proc/net/unix"
 
 NO_COMMANDS = "takes no commands: it has its tiers under vLLM's own tiering, or is of an older release"
 
@@ -37,6 +40,8 @@ def engines(*, quiet: bool = False) -> list[dict[str, Any]]:
     ``quiet``: no such line, as on a live screen.
     """
     found: dict[tuple[str, int], dict[str, Any]] = {}
+    if not quiet and sys.platform == "linux" and not os.access(_SOCKETS, os.R_OK):
+        click.echo(f"no engine can be found: {_SOCKETS} cannot be read", err=True)
     for name, answer, error in ask_all():
         if error:
             if not quiet:
