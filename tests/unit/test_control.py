@@ -188,6 +188,17 @@ def test_a_client_that_sends_nothing_gets_a_line_in_the_end_and_blocks_no_other(
         assert "no command has come within" in idle.recv(1 << 16).decode()
 
 
+def test_a_client_that_sends_nothing_is_no_command_that_is_kept_or_logged(stepping, caplog):
+    _, control = stepping
+    send_command(control.name, "switch", 60, tier="a", to="off")
+    kept = list(control.latest)
+    caplog.clear()
+    for _ in range(control.latest.maxlen):
+        assert "a command without its end" in says(control.name, b"", ends=True)
+    assert list(control.latest) == kept
+    assert not caplog.records
+
+
 # -- who, and when
 
 

@@ -229,14 +229,16 @@ class ControlSocket:
             self._connections.release()
 
     def _answer(self, connection: socket.socket, pid: int, uid: int) -> dict[str, Any]:
-        what, action = "a command that is none", ""
+        what, action, line = "a command that is none", "", b""
         try:
-            action, arguments, seconds = _parse(_read_command(connection))
+            line = _read_command(connection)
+            action, arguments, seconds = _parse(line)
             what = " ".join([action, *(f"{name}={value!r}" for name, value in arguments.items())])[:_LONGEST_NOTE]
             answer = self._do(action, Request(arguments, time.monotonic() + seconds))
         except CommandRefused as refusal:
             answer = {"error": str(refusal)[:_LONGEST_ERROR]}
-            self._note(pid, uid, what, f"refused: {refusal.logged}")
+            if line:  # else what only looks for sockets would push out the operators' commands
+                self._note(pid, uid, what, f"refused: {refusal.logged}")
             return answer
         if action not in _UNNOTED:
             self._note(pid, uid, what, answer["text"])
