@@ -224,7 +224,7 @@ def test_a_capacity_whose_unit_was_forgotten_is_an_error(run, config, store, off
     result = run("check", config(f"{{type: {tier}, capacity: 500}}", capacity="64"), *offline)
     assert result.exit_code == 1
     found = [line for line in errors(result) if "did you mean" in line.lower()]
-    assert "primary.capacity: 64B holds no chunk of any model. Did you mean 64GiB?" in found[0]
+    assert "primary.capacity: 64B holds no chunk of any model. Did you mean 64GiB? Fix: " in found[0]
     assert "capacity: 500B holds no chunk of any model. Did you mean 500GiB?" in found[1]
     assert "write the unit" in found[0]
 

@@ -176,7 +176,8 @@ def _report(file: str, lines: Sequence[_Line], as_json: bool, strict: bool) -> b
 
 
 def _with_fix(finding: Finding) -> str:
-    return f"{finding.text.rstrip('.')}. Fix: {finding.fix}" if finding.fix else finding.text
+    text = finding.text
+    return f"{text}{'' if text.endswith(('.', '?')) else '.'} Fix: {finding.fix}" if finding.fix else text
 
 
 def _count(number: int, what: str) -> str:
