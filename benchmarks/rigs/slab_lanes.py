@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtiers.api import ChunkStore, StoreFull
+from kvtiers.api import ChunkStore, NotKept
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.slab.format import Entry, digest_of
 from kvtiers_fs.slab.store import SlabStore
@@ -215,7 +215,7 @@ def _delays(
             taken.append(time.perf_counter() - start)
             if not is_there:  # evicted; an engine would store it again
                 missed += 1
-                with suppress(StoreFull):
+                with suppress(NotKept):
                     store.write(name, memory)
     taken.sort()
     lasted = time.perf_counter() - begun
@@ -241,8 +241,8 @@ def _write(store: ChunkStore, names: Sequence[str], memory: memoryview) -> None:
     """Write all of them, waiting for room."""
     if isinstance(store, SlabStore):
         while names:
-            kept = store.write_many(names, [memory] * len(names))
-            names = [name for name, is_kept in zip(names, kept, strict=True) if not is_kept]
+            refusals = store.write_many(names, [[memory]] * len(names))
+            names = [name for name, refusal in zip(names, refusals, strict=True) if refusal is not None]
             if names:
                 time.sleep(0.001)
         return
@@ -251,7 +251,7 @@ def _write(store: ChunkStore, names: Sequence[str], memory: memoryview) -> None:
             try:
                 store.write(name, memory)
                 break
-            except StoreFull:
+            except NotKept:
                 time.sleep(0.001)
 
 

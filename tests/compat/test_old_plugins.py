@@ -18,7 +18,7 @@ from kvtiers.api import API_VERSION
 
 HERE = Path(__file__).parent
 FROZEN = {
-    1: ("api_1", "adaa8204cf70d8e620c1ea0d677a5063af606ac7f68e2624de7f0c36dc247756"),
+    1: ("api_1", "9cee599cda30bdb9d1bbbbd3e381e1183361ebc3e709a03354f3979a0baaf825"),
 }
 CONFIG = """version: 1
 primary: {{capacity: 64MiB}}

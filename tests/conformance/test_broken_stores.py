@@ -49,9 +49,9 @@ def test_the_message_names_the_class_that_kept_a_buffer(report, store, kept):
 @pytest.mark.parametrize(
     ("store", "said"),
     [
-        ("HasHalfAnAbility", "HasHalfAnAbility has read_many_into but not write_many: SupportsBatch is both"),
+        ("HasHalfAnAbility", "HasHalfAnAbility has read_many_into but not batch_values, write_many: SupportsBatch"),
         ("MisspellsAnAbility", "'diagnoze', which is no part of the contract and is never used. Did you mean"),
-        ("MisspellsAnAttribute", "Did you mean 'exists_per_call'?"),
+        ("MisspellsAnAttribute", "Did you mean 'asks_one_by_one'?"),
     ],
 )  # fmt: skip
 def test_what_looks_like_part_of_the_contract_is_named_with_a_suggestion(report, store, said):
@@ -65,9 +65,9 @@ def test_only_a_store_whose_backend_can_be_broken_is_tested_for_it(report):
     )
     assert "backend_that_fails" in of_failures
     message = report.messages["TestSwallowsErrorsOfReads", of_failures]
-    assert "SwallowsErrorsOfReads: read_into returned False; read_many_into returned [False]" in message
+    assert "SwallowsErrorsOfReads: read_into returned 0; read_many_into returned [0]" in message
     assert (
-        "SwallowsErrorsOfWrites: write returned None; write_many returned [True]"
+        "SwallowsErrorsOfWrites: write returned None; write_many returned [None]"
         in report.messages["TestSwallowsErrorsOfWrites", of_failures]
     )
 

@@ -26,7 +26,7 @@ class Liar(ChunkStore):
         try:
             value = bytearray(self._path(name).read_bytes())
         except FileNotFoundError:
-            return False
+            return 0
         match self.random.randrange(8):
             case 0:
                 value[self.random.randrange(len(value))] ^= 1 << self.random.randrange(8)
@@ -37,7 +37,7 @@ class Liar(ChunkStore):
             case 3:
                 raise ConnectionResetError("as it likes")
         dst[: len(value)] = value[: len(dst)]
-        return True
+        return len(dst)
 
     def write(self, name, src):
         self._path(name).write_bytes(src)  # in place: a kill leaves half a value

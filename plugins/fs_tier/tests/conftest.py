@@ -174,7 +174,7 @@ def read():
 
     def read_one(store, name: str, pages: int = 1) -> bytes | None:
         back = memoryview(mmap.mmap(-1, pages * PAGE))
-        return bytes(back) if store.read_into(name, back) else None
+        return bytes(back) if store.read_into(name, back) == len(back) else None
 
     return read_one
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kvtiers.api import StoreFull
+from kvtiers.api import NotKept
 from kvtiers_fs import evictor
 from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.store import FsStore
@@ -26,7 +26,7 @@ def fill(store, names, value, *, pages=1):
             try:
                 store.write(name, value(1, pages))
                 break
-            except StoreFull:
+            except NotKept:
                 assert time.monotonic() < until, "there is never room"
 
 
@@ -191,7 +191,7 @@ def test_a_full_disk_drops_the_write_leaves_nothing_of_it_and_makes_room(folder,
     for number, name in enumerate(written):
         try:
             store.write(name, value(number % 251))
-        except StoreFull:
+        except NotKept:
             dropped += 1
     assert dropped
     assert not folder.temps()
@@ -208,7 +208,7 @@ def test_a_full_disk_drops_the_write_leaves_nothing_of_it_and_makes_room(folder,
 def wrote(store, name, value) -> bool:
     try:
         store.write(name, value(1))
-    except StoreFull:
+    except NotKept:
         return False
     return True
 
@@ -235,7 +235,7 @@ def test_the_free_space_floor_is_kept_and_values_give_way_to_others(folder, moun
 
 _TOO_LARGE = """
 import resource, sys
-from kvtiers.api import StoreFull
+from kvtiers.api import NotKept
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
@@ -244,7 +244,7 @@ store = FsStore(FsConfig(type="fs", path=sys.argv[1], capacity="1GiB", min_free=
 store.write("ns/m/small", memoryview(bytes(8192)))
 try:
     store.write("ns/m/large", memoryview(bytes(16384)))
-except StoreFull as error:
+except NotKept as error:
     print(error)
 print(sorted(entry.name for entry in store.list("")))
 """

@@ -16,7 +16,7 @@ GROUP = 54321
 _DRIVER = """
 import os, signal, sys, time
 import grp, pathlib, secrets, traceback  # before this is another user, who may not read the interpreter's files
-from kvtiers.api import StoreFull, WritesRefused
+from kvtiers.api import NotKept
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.plugin import kvtiers_tier
 from kvtiers_fs import diagnosis
@@ -135,7 +135,7 @@ def unlisted():
                 try:
                     store.write(name_of(1000 + number), memoryview(bytes(4096)))
                     break
-                except StoreFull:
+                except NotKept:
                     assert time.monotonic() < until, "there is never room"
         assert store.stats()["evicted_values"] > 0
         assert store.stats()["skipped"] == 1
@@ -184,7 +184,7 @@ def closed():
         for name in names:
             try:
                 store.write(name, memoryview(bytes(4096)))
-            except WritesRefused as error:
+            except NotKept as error:
                 assert "may not be written to: Permission denied" in str(error)
                 refused += 1
         store.close()
@@ -199,8 +199,8 @@ def closed():
         store = opened(path)
         back = memoryview(bytearray(4096))
         assert store.exists(names) == [False] * 20 + [True] * 20
-        assert [store.read_into(name, back) for name in names[:20]] == [False] * 20
-        assert sum(store.read_into(name, back) for name in names[20:]) == 19
+        assert [store.read_into(name, back) for name in names[:20]] == [0] * 20
+        assert sum(store.read_into(name, back) > 0 for name in names[20:]) == 19
         store.close()
         assert write(names) == 20
         store = opened(path)

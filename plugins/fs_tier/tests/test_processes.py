@@ -22,7 +22,7 @@ CAPACITY = 400 * PAGES * PAGE
 
 _WORKER = """
 import mmap, random, sys
-from kvtiers.api import StoreFull
+from kvtiers.api import NotKept
 from kvtiers_fs import quota
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
@@ -43,10 +43,10 @@ for turn in range(turns):
         source[:] = (seed * 1_000_000 + turn).to_bytes(8, "little") * (nbytes // 8)
         try:
             store.write(name, source)
-        except StoreFull:
+        except NotKept:
             dropped += 1
     elif choice.random() < 0.95:
-        if store.read_into(name, target):
+        if store.read_into(name, target) == nbytes:
             assert target == bytes(target[:8]) * (nbytes // 8), "a reader got a mix of two writes"
     else:
         store.delete([name])

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvtiers.api import StoreFull
+from kvtiers.api import NotKept
 from kvtiers_fs.paths import SHARDS
 from kvtiers_fs.quota import Index, Ledger
 
@@ -56,7 +56,7 @@ def test_a_process_writes_no_more_than_a_step_without_a_report():
     write(made, 1, MIB // 2)
     write(made, 2, MIB // 2)
     assert woken
-    with pytest.raises(StoreFull):
+    with pytest.raises(NotKept):
         made.claim(1)
     assert [made.take().nbytes[shard] for shard in (1,)] == [MIB // 2]
     write(made, 3, MIB)
@@ -65,14 +65,14 @@ def test_a_process_writes_no_more_than_a_step_without_a_report():
 def test_one_value_is_always_written_however_large_beside_the_step():
     made, _ = ledger()
     write(made, 1, 100 * MIB)
-    with pytest.raises(StoreFull):
+    with pytest.raises(NotKept):
         made.claim(1)
 
 
 def test_writes_that_are_in_flight_count():
     made, _ = ledger()
     made.claim(MIB - 1)
-    with pytest.raises(StoreFull):
+    with pytest.raises(NotKept):
         made.claim(2)
     made.claim(1)
     made.settle(MIB - 1)
@@ -98,7 +98,7 @@ def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(mon
     made.settle(MIB)
     made.publish(128 * MIB)
     for _ in range(50):
-        with pytest.raises(StoreFull, match="128MiB of 128MiB are in use"):
+        with pytest.raises(NotKept, match="128MiB of 128MiB are in use"):
             made.claim(MIB)
     assert len(waits) == 2
     assert len(woken) == 51

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.api import ConfigError, Refused, StoreFull, TierContext, TierUnavailable, WritesRefused
+from kvtiers.api import ConfigError, NotKept, TierContext, TierUnavailable
 from kvtiers.layout.namespace_epoch import read_epoch, write_epoch
 from kvtiers.plugins import load_tier
 from kvtiers_fs.config import FsConfig
@@ -130,7 +130,7 @@ def test_a_segment_whose_values_are_all_deleted_is_used_again_before_others_go(s
 
 def test_a_value_larger_than_a_segment_is_dropped_and_the_limit_named(slab_folder, value):
     store = slab_folder.open(CAPACITY)
-    with pytest.raises(StoreFull, match="a value of 132KiB is larger than a segment, which has 128KiB"):
+    with pytest.raises(NotKept, match="a value of 132KiB is larger than a segment, which has 128KiB"):
         store.write("ns/a", value(1, pages=33))
     assert store.stats()["dropped_values"] == 1
 
@@ -201,7 +201,7 @@ def test_a_full_disk_drops_writes_and_what_is_there_is_read(slab_folder, read, v
 def test_a_disk_without_room_for_the_first_segment_drops_writes(slab_folder, value, monkeypatch):
     store = slab_folder.open(CAPACITY)
     monkeypatch.setattr("kvtiers_fs.slab.segments.allocate", _no_space)
-    with pytest.raises(StoreFull, match="no room"):
+    with pytest.raises(NotKept, match="no room"):
         store.write("ns/a", value(1))
     assert slab_folder.segments() == 0
     monkeypatch.undo()
@@ -216,7 +216,7 @@ def test_a_file_system_that_has_become_read_only_refuses_writes_and_is_read(slab
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(os, "pwritev", refuse)
-    with pytest.raises(WritesRefused, match="has become read-only"):
+    with pytest.raises(NotKept, match="has become read-only"):
         store.write("ns/b", value(2))
     assert read(store, "ns/a") == bytes(value(1))
     assert store.stats()["dropped_values"] == 1
@@ -234,9 +234,9 @@ def test_values_of_a_batch_lie_behind_each_other_and_are_read_so(slab_folder, va
         monkeypatch.setattr(
             os, name, lambda fd, views, at, real=real, name=name: (calls.append(name), real(fd, views, at))[1]
         )
-    assert store.write_many(names, [value(number) for number in range(48)]) == [True] * 48
+    assert store.write_many(names, [[value(number)] for number in range(48)]) == [None] * 48
     back = [value(0) for _ in names]
-    assert store.read_many_into(names, back) == [True] * 48
+    assert store.read_many_into(names, [[view] for view in back]) == [4096] * 48
     assert [bytes(view) for view in back] == [bytes(value(number)) for number in range(48)]
     # 32 values fill a segment.
     assert calls == ["pwritev", "pwritev", "preadv", "preadv"]
@@ -244,11 +244,12 @@ def test_values_of_a_batch_lie_behind_each_other_and_are_read_so(slab_folder, va
 
 def test_a_value_of_a_batch_that_is_too_large_is_refused_alone(slab_folder, value):
     store = slab_folder.open(CAPACITY)
-    kept = store.write_many(["ns/a", "ns/b", "ns/c"], [value(1), value(2, pages=33), value(3)])
-    assert kept[0] is kept[2] is True
-    assert isinstance(kept[1], Refused)
+    kept = store.write_many(["ns/a", "ns/b", "ns/c"], [[value(1)], [value(2, pages=33)], [value(3)]])
+    assert kept[0] is kept[2] is None
+    assert isinstance(kept[1], NotKept)
+    assert not kept[1].full
     assert "larger than a segment, which has 128KiB" in kept[1].reason  # to make room on the disk would not help
-    with pytest.raises(WritesRefused, match="larger than a segment"):
+    with pytest.raises(NotKept, match="larger than a segment"):
         store.write("ns/b", value(2, pages=33))
     assert store.exists(["ns/a", "ns/b", "ns/c"]) == [True, False, True]
 
@@ -317,7 +318,7 @@ def test_a_segment_whose_epoch_could_not_be_copied_is_not_evicted(slab_folder, v
 
 
 def _no_segment(*_args):
-    raise StoreFull("no room")
+    raise NotKept("no room")
 
 
 # -- damage, and other hands

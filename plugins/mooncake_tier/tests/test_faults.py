@@ -50,7 +50,7 @@ def test_while_the_master_is_gone_calls_fail_at_once_and_when_it_is_back_they_wo
 
     master.start()
     # It is empty, and has no segments until their owners have heard of it.
-    wait_until(lambda: store.write_many(["ns/c"], [value(3)]) == [True], "a value can be written again")
+    wait_until(lambda: store.write_many(["ns/c"], [[value(3)]]) == [None], "a value can be written again")
     assert read(store, "ns/c") == value(3)
     assert read(store, "ns/a") is None
     assert list(store.exists(["ns/a", "ns/c"])) == [False, True]
@@ -60,7 +60,7 @@ def test_a_lost_machine_costs_its_values_and_no_error(master, contribute, open_s
     owners = [contribute(), contribute()]
     store = open_store(master.address)
     names = [f"ns/{i}" for i in range(32)]
-    assert all(store.write_many(names, [value(i) for i in range(32)]))
+    assert not any(store.write_many(names, [[value(i)] for i in range(32)]))
     owners[0].kill()
     begin = time.monotonic()
     found = [read(store, name) for name in names]
@@ -76,7 +76,7 @@ def test_a_lost_machine_costs_its_values_and_no_error(master, contribute, open_s
     gone = [i for i in range(32) if i not in left]
 
     def write_again() -> bool:
-        store.write_many([names[i] for i in gone], [value(i + 100) for i in gone])
+        store.write_many([names[i] for i in gone], [[value(i + 100)] for i in gone])
         return all(read(store, names[i]) == value(i + 100) for i in gone)
 
     wait_until(write_again, "the lost values are written again")
@@ -87,7 +87,7 @@ def test_a_copy_on_another_machine_outlives_one(master, contribute, open_store):
     owners = [contribute(), contribute()]
     store = open_store(master.address, replicas=2)
     names = [f"ns/{i}" for i in range(8)]
-    assert all(store.write_many(names, [value(i) for i in range(8)]))
+    assert not any(store.write_many(names, [[value(i)] for i in range(8)]))
     owners[1].kill()
     wait_until(lambda: all(read(store, name) == value(i) for i, name in enumerate(names)), "the copies are read")
 
@@ -97,7 +97,7 @@ def test_a_full_pool_evicts_and_a_value_that_finds_no_room_is_dropped(master, co
     store = open_store(master.address)
     kept = 0
     for i in range(150):
-        kept += store.write_many([f"ns/{i}"], [value(i)])[0]
+        kept += store.write_many([f"ns/{i}"], [[value(i)]])[0] is None
     assert kept >= 50
     dropped = 150 - kept
     assert store.stats()["dropped_values"] == dropped
@@ -105,14 +105,14 @@ def test_a_full_pool_evicts_and_a_value_that_finds_no_room_is_dropped(master, co
         found = read(store, f"ns/{i}")
         assert found is None or found == value(i), "another value's bytes"
     # What was read is leased for a second; then it makes room.
-    wait_until(lambda: store.write_many(["ns/new"], [value(7)]) == [True], "there is room again")
+    wait_until(lambda: store.write_many(["ns/new"], [[value(7)]]) == [None], "there is room again")
     assert read(store, "ns/new") == value(7)
-    assert store.write_many(["ns/too-large"], [value(1, 96 * MIB)]) == [False]
+    assert store.write_many(["ns/too-large"], [[value(1, 96 * MIB)]])[0].full
 
 
 def test_a_pool_without_segments_is_full(master, open_store):
     store = open_store(master.address)
-    assert store.write_many(["ns/a"], [value(1)]) == [False]
+    assert store.write_many(["ns/a"], [[value(1)]])[0].full
     assert list(store.exists(["ns/a"])) == [False]
     assert any("no process has one" in finding.text and finding.level == "error" for finding in store.diagnose(MIB))
 

@@ -123,7 +123,7 @@ def test_a_diagnosis_names_what_is_to_be_mended(shared_master, open_store):
 def test_values_may_be_kept_on_the_own_machine(shared_master, open_store):
     store = open_store(shared_master.address, segment="64MiB", prefer_local=True)
     names = [f"ns/near/{i}" for i in range(16)]
-    assert all(store.write_many(names, [memoryview(bytes(4096))] * 16))
+    assert store.write_many(names, [[memoryview(bytes(4096))]] * 16) == [None] * 16
     places = {
         store._client.get_replica_desc(name)[0].get_memory_descriptor().buffer_descriptor.transport_endpoint
         for name in names

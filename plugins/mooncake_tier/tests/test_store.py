@@ -41,13 +41,13 @@ def test_two_processes_share_their_values(shared_master, open_store):
         assert bytes(row) == digit * 8192
 
 
-def test_another_length_is_a_miss_and_is_counted(shared_master, open_store):
+def test_a_value_that_is_longer_is_a_miss_and_is_counted(shared_master, open_store):
     store = open_store(shared_master.address)
     store.write("ns/lengths", memoryview(bytes(3 * PAGE)))
-    for pages in (1, 2, 4, 5):
+    for pages in (1, 2):
         row = bytearray(b"x" * (pages * PAGE))
         assert not store.read_into("ns/lengths", memoryview(row))
-    assert store.stats()["wrong_lengths"] == 4
+    assert store.stats()["wrong_lengths"] == 2
 
 
 def test_a_value_that_is_read_elsewhere_is_removed_and_replaced_without_touching_the_reader(shared_master, open_store):
@@ -93,17 +93,17 @@ def test_values_in_the_registered_rows_move_without_a_copy(shared_master, monkey
     store = MooncakeStore(config, region=region)
     try:
         region[: 2 * PAGE] = b"r" * (2 * PAGE)
-        assert store.write_many(["ns/r/1"], [region[: 2 * PAGE].toreadonly()]) == [True]
-        assert store.read_many_into(["ns/r/1"], [region[4 * PAGE : 6 * PAGE]]) == [True]
+        assert store.write_many(["ns/r/1"], [[region[: 2 * PAGE].toreadonly()]]) == [None]
+        assert store.read_many_into(["ns/r/1"], [[region[4 * PAGE : 6 * PAGE]]]) == [2 * PAGE]
         assert region[4 * PAGE : 6 * PAGE] == b"r" * (2 * PAGE)
         assert store.stats()["copied_values"] == 0
         row = bytearray(2 * PAGE)  # beside the region, between two that are in it
-        three = [region[: 2 * PAGE], memoryview(row), region[6 * PAGE :]]
-        assert store.read_many_into(["ns/r/1", "ns/r/1", "ns/r/none"], three) == [True, True, False]
+        three = [[region[: 2 * PAGE]], [memoryview(row)], [region[6 * PAGE :]]]
+        assert store.read_many_into(["ns/r/1", "ns/r/1", "ns/r/none"], three) == [2 * PAGE, 2 * PAGE, 0]
         assert bytes(row) == b"r" * (2 * PAGE)
         row[:] = b"s" * len(row)
-        assert store.write_many(["ns/r/2"], [memoryview(row).toreadonly()]) == [True]
-        assert store.read_many_into(["ns/r/2"], [region[: 2 * PAGE]]) == [True]
+        assert store.write_many(["ns/r/2"], [[memoryview(row).toreadonly()]]) == [None]
+        assert store.read_many_into(["ns/r/2"], [[region[: 2 * PAGE]]]) == [2 * PAGE]
         assert region[: 2 * PAGE] == b"s" * (2 * PAGE)
         assert store.stats()["copied_values"] == 2
     finally:
@@ -157,11 +157,11 @@ def test_what_memory_has_no_room_for_comes_back_from_the_ssd(ssd, monkeypatch):
         values = [memoryview(bytes([number + 1]) * mib) for number in range(24)]
 
         for name, value in zip(names, values, strict=True):
-            wait_until(lambda name=name, value=value: store.write_many([name], [value]) == [True], "there is room")
+            wait_until(lambda name=name, value=value: store.write_many([name], [[value]]) == [None], "there is room")
         wait_until(lambda: sum(store.exists(names)) > 16, "more is there than memory has room for", 20)
         found = [bytearray(mib) for _ in names]
         answers = [store.read_into(name, memoryview(row)) for name, row in zip(names, found, strict=True)]
-        assert sum(answers) > 16
+        assert sum(answer > 0 for answer in answers) > 16
         assert all(found[i] == values[i] for i in range(24) if answers[i])
         listed = {entry.name: entry.nbytes for entry in store.list("ns/ssd/")}
         assert len(listed) > 16, "what is on the SSD alone is listed, too"

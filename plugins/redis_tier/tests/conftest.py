@@ -149,6 +149,6 @@ def read():
 
     def read_one(store, name: str, pages: int = 1) -> bytes | None:
         back = memoryview(bytearray(pages * PAGE))
-        return bytes(back) if store.read_into(name, back) else None
+        return bytes(back) if store.read_into(name, back) == len(back) else None
 
     return read_one

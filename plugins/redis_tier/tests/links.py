@@ -111,11 +111,11 @@ def value_reply(content: bytes) -> bytes:
 
 def read_all(link: Link, rows: Rows, window: int = 1 << 20):
     requests = [command(b"GET", b"key%d" % i) for i in range(len(rows.places))]
-    [answers] = to_the_end([read_values(link, requests, rows.views, window=window)])
+    [answers] = to_the_end([read_values(link, requests, [[view] for view in rows.views], window=window)])
     return answers
 
 
 def write_all(link: Link, count: int, nbytes: int, window: int):
-    srcs = [memoryview(bytes(nbytes))] * count
+    srcs = [[memoryview(bytes(nbytes))]] * count
     [answers] = to_the_end([write_values(link, [b"k"] * count, srcs, options=[], window=window)])
     return answers

@@ -162,8 +162,8 @@ def test_reading_and_writing_with_tls_makes_no_copy_of_a_value(tier, tls_server,
     store.write(name, src)
     tracemalloc.start()
     try:
-        store.write_many([name] * 2, [src] * 2)
-        assert all(store.read_many_into([name] * 2, [dst] * 2))
+        store.write_many([name] * 2, [[src]] * 2)
+        assert all(store.read_many_into([name] * 2, [[dst]] * 2))
         assert tracemalloc.get_traced_memory()[1] < 1 << 18
     finally:
         tracemalloc.stop()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.api import StoreFull, make_offload_key
+from kvtiers.api import NotKept, make_offload_key
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.host.value_run import ValueRun
@@ -105,7 +105,7 @@ def test_with_nx_a_value_of_the_same_length_is_left_as_it_is(tier, single, redis
     redis.set(same, bytes(value(1)))
     redis.set(longer, bytes(value(1, 2)))
     store = tier.open(single.url, set_nx=True, ttl="1h")
-    assert list(store.write_many([same, longer, absent], [value(2), value(2), value(2)])) == [True, True, True]
+    assert list(store.write_many([same, longer, absent], [[value(2)], [value(2)], [value(2)]])) == [None, None, None]
     assert [redis.get(name) == bytes(value(2)) for name in (same, longer, absent)] == [False, True, True]
     assert redis.ttl(longer) > 3000
 
@@ -203,9 +203,9 @@ def test_only_what_leaves_this_machine_is_paced_as_the_system_says(tier, single,
 def test_a_batch_larger_than_all_windows_comes_back(tier, single, names, value):
     store = tier.open(single.url, window="64KiB")
     many = names(700)
-    assert all(store.write_many(many, [value(i % 250) for i in range(700)]))
+    assert store.write_many(many, [[value(i % 250)] for i in range(700)]) == [None] * 700
     backs = [memoryview(bytearray(4096)) for _ in many]
-    assert all(store.read_many_into(many, backs))
+    assert store.read_many_into(many, [[back] for back in backs]) == [4096] * 700
     assert [back[17] for back in backs] == [i % 250 for i in range(700)]
 
 
@@ -218,8 +218,8 @@ def test_nothing_of_a_values_size_is_made_on_the_way(tier, single, names):
     store.write(name, src)
     tracemalloc.start()
     try:
-        store.write_many([name] * 3, [src] * 3)
-        assert all(store.read_many_into([name] * 3, [dst] * 3))
+        store.write_many([name] * 3, [[src]] * 3)
+        assert all(store.read_many_into([name] * 3, [[dst]] * 3))
         assert tracemalloc.get_traced_memory()[1] < MIB // 4
     finally:
         tracemalloc.stop()
@@ -259,13 +259,15 @@ def test_a_full_server_drops_writes_and_is_read_all_the_same(tier, start, names,
     store.write(first, value(1, 16))
     server.call("CONFIG SET", "maxmemory-policy", policy)
     server.call("CONFIG SET", "maxmemory", server.info("memory")["used_memory"] + 4 * MIB)
-    kept = [answer for name in more for answer in store.write_many([name], [value(2, 16)])]
-    assert kept.count(True) > 8
-    assert kept.count(False) > 8
+    kept = [answer for name in more for answer in store.write_many([name], [[value(2, 16)]])]
+    dropped = [answer for answer in kept if answer is not None]
+    assert kept.count(None) > 8
+    assert len(dropped) > 8
+    assert all(answer.full for answer in dropped)
     assert read(store, first, 16) == bytes(value(1, 16))
-    with pytest.raises(StoreFull):  # what the server counts as used moves a little, so one more may fit
+    with pytest.raises(NotKept):  # what the server counts as used moves a little, so one more may fit
         deque((store.write(name, value(2, 16)) for name in more), maxlen=0)
-    assert store.stats()["dropped_values"] == kept.count(False) + 1
+    assert store.stats()["dropped_values"] == len(dropped) + 1
     store.delete([first])
 
 
@@ -305,10 +307,10 @@ def test_a_server_that_takes_no_writes_drops_them_and_is_read(tier, start, names
     one, other = names(2)
     store.write(one, value(1))
     refuses_writes(server)
-    with pytest.raises(StoreFull):
+    with pytest.raises(NotKept):
         store.write(other, value(1))
-    [refused] = store.write_many([other], [value(1)])
-    assert not refused
+    [refused] = store.write_many([other], [[value(1)]])
+    assert not refused.full
     assert refused.reason.startswith("MISCONF " if refuses_writes is cannot_save else "NOREPLICAS "), "and not: full"
     assert store.stats()["dropped_values"] == 2
     assert read(store, one) == bytes(value(1))

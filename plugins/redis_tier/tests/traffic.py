@@ -14,12 +14,12 @@ def content_of(name: str) -> bytes:
 
 def read_all(store, many) -> list[bytes | None]:
     backs = [memoryview(bytearray(BYTES)) for _ in many]
-    found = store.read_many_into(many, backs)
-    return [bytes(back) if there else None for back, there in zip(backs, found, strict=True)]
+    found = store.read_many_into(many, [[back] for back in backs])
+    return [bytes(back) if there == BYTES else None for back, there in zip(backs, found, strict=True)]
 
 
 def write_all(store, many) -> list[bool]:
-    return list(store.write_many(many, [memoryview(content_of(name)) for name in many]))
+    return [answer is None for answer in store.write_many(many, [[memoryview(content_of(name))] for name in many])]
 
 
 def works(store, many) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.stores import DictStore
 
-from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull
+from kvtiers.api import ChunkStore, Finding, NotKept, StoreEntry
 from kvtiers.testing import ChunkStoreTests
 
 CAUGHT_BY: dict[str, tuple[set[str], set[str]]] = {}
@@ -65,9 +65,9 @@ class Folder(ChunkStore):
     def read_into(self, name, dst):
         try:
             with self.path(name).open("rb") as file:
-                return os.fstat(file.fileno()).st_size == len(dst) and file.readinto(dst) == len(dst)
+                return file.readinto(dst) if os.fstat(file.fileno()).st_size <= len(dst) else 0
         except FileNotFoundError:
-            return False
+            return 0
 
     def write(self, name, src):
         path = self.path(name)
@@ -86,11 +86,21 @@ class Folder(ChunkStore):
 class EveryAbility(Memory):
     """All that a store may be able to do."""
 
+    batch_values = 33
+
     def read_many_into(self, names, dsts):
-        return [self.read_into(name, dst) for name, dst in zip(names, dsts, strict=True)]
+        return [self.scatter(name, views) for name, views in zip(names, dsts, strict=True)]
+
+    def scatter(self, name, views):
+        whole, at = memoryview(bytearray(sum(map(len, views)))), 0
+        length = self.read_into(name, whole)
+        for view in views if length else ():
+            view[:] = whole[at : at + len(view)]
+            at += len(view)
+        return length
 
     def write_many(self, names, srcs):
-        return [self.write(name, src) is None for name, src in zip(names, srcs, strict=True)]
+        return [self.write(name, b"".join(views)) for name, views in zip(names, srcs, strict=True)]
 
     def reads_in_pieces(self, nbytes):
         return nbytes > 4096
@@ -98,18 +108,6 @@ class EveryAbility(Memory):
     def read_pieces(self, name, nbytes):
         value = self.values.get(name, b"")
         return [value[:5000], memoryview(value)[5000:]] if len(value) == nbytes else None
-
-    def write_parts(self, name, parts):
-        self.write(name, memoryview(b"".join(parts)))
-
-    def read_parts_into(self, name, parts):
-        value, at = self.values.get(name, b""), 0
-        if len(value) != sum(map(len, parts)):
-            return False
-        for part in parts:
-            part[:] = value[at : at + len(part)]
-            at += len(part)
-        return True
 
     def list(self, prefix):
         for name, value in self.values.copy().items():
@@ -195,7 +193,7 @@ WHOLE = "test_every_public_method_is_the_contract_s_and_every_ability_is_whole"
 @caught_by(WHOLE)
 class HasHalfAnAbility(Memory):
     def read_many_into(self, names, dsts):
-        return [self.read_into(name, dst) for name, dst in zip(names, dsts, strict=True)]
+        return [self.read_into(name, views[0]) for name, views in zip(names, dsts, strict=True)]
 
 
 @caught_by(WHOLE)
@@ -206,10 +204,13 @@ class MisspellsAnAbility(Memory):
 
 @caught_by(WHOLE)
 class MisspellsAnAttribute(Memory):
-    exist_per_call = 1
+    ask_one_by_one = True
 
 
-@caught_by("test_a_value_comes_back_as_it_was_written")
+@caught_by(
+    "test_a_value_comes_back_as_it_was_written",
+    "test_a_large_value_that_is_longer_or_shorter_is_not_taken_for_one_of_that_length",
+)
 class CutsLargeValues(Memory):
     def write(self, name, src):
         half = 1 << 22
@@ -234,19 +235,46 @@ class TreatsZerosAsNothing(Memory):
 )
 class RaisesOnAbsence(Memory):
     def read_into(self, name, dst):
-        value = self.values[name]
-        return len(value) == len(dst) and super().read_into(name, dst)
+        assert self.values[name] is not None
+        return super().read_into(name, dst)
 
 
-@caught_by("test_a_value_of_another_length_is_never_read_as_valid", "test_a_later_write_replaces_the_value")
+@caught_by(
+    "test_a_longer_value_is_absent",
+    "test_a_later_write_replaces_the_value",
+    "test_a_large_value_that_is_longer_or_shorter_is_not_taken_for_one_of_that_length",
+)
 class ReadsAnyLength(Memory):
     def read_into(self, name, dst):
-        value = self.values.get(name)
-        if value is None:
-            return False
+        value = self.values.get(name, b"")
         nbytes = min(len(value), len(dst))
         dst[:nbytes] = value[:nbytes]
-        return True
+        return nbytes
+
+
+@caught_by(
+    "test_a_shorter_value_is_read_with_its_length",
+    "test_a_later_write_replaces_the_value",
+    "test_a_large_value_that_is_longer_or_shorter_is_not_taken_for_one_of_that_length",
+)
+class SaysTheRoomForTheLength(Memory):
+    def read_into(self, name, dst):
+        return len(dst) if super().read_into(name, dst) else 0
+
+
+@caught_by(
+    "test_a_shorter_value_is_read_with_its_length",
+    "test_a_large_value_that_is_longer_or_shorter_is_not_taken_for_one_of_that_length",
+)
+class ReadsOneLengthAlone(Memory):
+    def read_into(self, name, dst):
+        return super().read_into(name, dst) if len(self.values.get(name, b"")) == len(dst) else 0
+
+
+@caught_by("test_an_empty_value_is_absent")
+class TakesAnEmptyValueForOne(Memory):
+    def read_into(self, name, dst):
+        return len(dst) if self.values.get(name) == b"" else super().read_into(name, dst)
 
 
 @caught_by("test_a_later_write_replaces_the_value", "test_64_threads_each_get_their_own_bytes", by_chance=RACES)
@@ -391,14 +419,14 @@ class KeepsAnArrayOfAMissedDestination(Memory):
         return found
 
 
-@caught_by("test_a_read_writes_nothing_outside_its_destination")
+@caught_by("test_a_read_writes_nothing_outside_its_destination", "test_a_longer_value_is_absent")
 class WritesPastTheDestination(Memory):
     def read_into(self, name, dst):
         value = self.values.get(name)
         if value is None:
-            return False
+            return 0
         ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(dst)), value, len(value))
-        return len(value) == len(dst)
+        return len(value) if len(value) <= len(dst) else 0
 
 
 @caught_by("test_a_write_changes_nothing_in_memory")
@@ -530,7 +558,7 @@ class SwallowsErrorsOfReads(Remote):
         try:
             return super().read_into(name, dst)
         except ConnectionError:
-            return False
+            return 0
 
 
 @caught_by(NOT_SWALLOWED, break_backend=_break_backend)
@@ -546,7 +574,7 @@ class TakesFailuresForFullness(Remote):
         try:
             super().write(name, src)
         except ConnectionError as error:
-            raise StoreFull from error
+            raise NotKept("full") from error
 
 
 # Life.
@@ -648,19 +676,33 @@ class LeavesADescriptor(Memory):
 # Abilities.
 
 
-@caught_by("test_a_batch_comes_back_as_it_was_written")
-class AnswersABatchWithNothing(EveryAbility):
+@caught_by(
+    "test_batch_values_says_how_many_values_a_call_takes",
+    "test_a_batch_comes_back_as_it_was_written",
+    "test_a_batch_answers_each_name_in_order",
+)
+class NamesNoNumberOfValues(EveryAbility):
+    batch_values = "many"
+
+
+WRITTEN_VIEWS = "test_a_value_written_out_of_several_views_is_all_of_them_in_order"
+READ_VIEWS = "test_a_value_read_into_several_views_fills_all_of_them_in_order"
+SHORTER_VIEWS = "test_of_several_views_a_shorter_value_fills_the_first_and_a_longer_one_is_absent"
+
+
+@caught_by("test_a_batch_comes_back_as_it_was_written", WRITTEN_VIEWS)
+class AnswersABatchWithYes(EveryAbility):
     def write_many(self, names, srcs):
         super().write_many(names, srcs)
-        return [None for _ in names]
+        return [True for _ in names]
 
 
 @caught_by("test_a_batch_answers_each_name_in_order")
 class StopsABatchAtAMiss(EveryAbility):
     def read_many_into(self, names, dsts):
         answers = []
-        for name, dst in zip(names, dsts, strict=True):
-            answers.append((not answers or answers[-1]) and self.read_into(name, dst))
+        for name, views in zip(names, dsts, strict=True):
+            answers.append(self.scatter(name, views) if not answers or answers[-1] else 0)
         return answers
 
 
@@ -670,7 +712,7 @@ class WantsABatch(EveryAbility):
         return [*super().write_many(names[:1], srcs[:1]), *super().write_many(names[1:], srcs[1:])] or None
 
 
-@caught_by("test_batches_and_single_calls_see_the_same_values")
+@caught_by("test_batches_and_single_calls_see_the_same_values", WRITTEN_VIEWS, READ_VIEWS, SHORTER_VIEWS)
 class KeepsBatchesApart(EveryAbility):
     def read_many_into(self, names, dsts):
         return super().read_many_into([name + "!" for name in names], dsts)
@@ -682,7 +724,7 @@ class KeepsBatchesApart(EveryAbility):
 @caught_by("test_no_buffer_of_a_batch_is_kept")
 class KeepsABatch(EveryAbility):
     def write_many(self, names, srcs):
-        self.last = [memoryview(src)[4:] for src in srcs]
+        self.last = [memoryview(view)[4:] for views in srcs for view in views]
         return super().write_many(names, srcs)
 
 
@@ -700,43 +742,42 @@ class GivesPiecesOfAnyLength(EveryAbility):
         return None if value is None else [value]
 
 
-@caught_by("test_a_value_written_in_parts_is_all_of_them_in_order")
-class WritesTheFirstPartsAlone(EveryAbility):
+@caught_by(WRITTEN_VIEWS)
+class WritesTheFirstViewsAlone(EveryAbility):
     """As one call of writev, which may write less than it is given."""
 
-    def write_parts(self, name, parts):
-        super().write_parts(name, parts[:2])
+    def write_many(self, names, srcs):
+        return super().write_many(names, [views[:2] for views in srcs])
 
 
-@caught_by("test_no_part_is_kept")
-class KeepsAPart(EveryAbility):
-    def write_parts(self, name, parts):
-        super().write_parts(name, parts)
-        self.last = parts[-1][:8]
+@caught_by("test_no_buffer_of_a_batch_is_kept")
+class KeepsAViewOfAValue(EveryAbility):
+    def write_many(self, names, srcs):
+        self.last = [views[-1][:8] for views in srcs]
+        return super().write_many(names, srcs)
 
 
-@caught_by("test_a_value_read_into_parts_fills_all_of_them_in_order")
-class ReadsTheFirstPartsAlone(EveryAbility):
+@caught_by(READ_VIEWS, SHORTER_VIEWS)
+class ReadsTheFirstViewsAlone(EveryAbility):
     """As one call of readv, which may read less than it is asked for."""
 
-    def read_parts_into(self, name, parts):
-        value = self.values.get(name, b"")
-        if len(value) != sum(map(len, parts)):
-            return False
-        return super().read_parts_into(name, parts) if len(parts) < 3 else True
+    def scatter(self, name, views):
+        length = super().scatter(name, views[:2]) if len(views) < 3 else len(self.values.get(name, b""))
+        return length if length <= sum(map(len, views)) else 0
 
 
-@caught_by("test_what_is_absent_or_of_another_length_is_not_read_into_parts")
-class ReadsPartsOfAnyLength(EveryAbility):
-    def read_parts_into(self, name, parts):
-        return super().read_parts_into(name, parts) or name in self.values
+@caught_by(SHORTER_VIEWS)
+class TakesAllItsViewsForTheLength(EveryAbility):
+    def scatter(self, name, views):
+        length = super().scatter(name, views)
+        return sum(map(len, views)) if length and len(views) > 1 else length
 
 
-@caught_by("test_no_part_that_was_read_into_is_kept")
-class KeepsAPartReadInto(EveryAbility):
-    def read_parts_into(self, name, parts):
-        self.last = parts[-1][:8]
-        return super().read_parts_into(name, parts)
+@caught_by("test_no_buffer_of_a_batch_is_kept")
+class KeepsAViewReadInto(EveryAbility):
+    def scatter(self, name, views):
+        self.last = views[-1][:8]
+        return super().scatter(name, views)
 
 
 @caught_by("test_a_listing_has_each_value_once_with_its_length")
@@ -795,5 +836,5 @@ class CountsItsLiveDictionary(EveryAbility):
         for name in self.values:
             time.sleep(0)
             if not name:
-                raise StoreFull
+                raise NotKept("full")
         return {"held_values": len(self.values)}

@@ -73,7 +73,7 @@ def test_a_hole_below_a_probed_hit_costs_the_rest_of_the_run_and_no_more(start, 
     """A store that is expensive to ask is asked about few chunks; those below a hit count as hits."""
     from kvtiers_fs.store import FsStore
 
-    monkeypatch.setattr(FsStore, "exists_per_call", 1)
+    monkeypatch.setattr(FsStore, "asks_one_by_one", True)
     fs = {"type": "fs", "path": str(tmp_path), "capacity": "1GiB", "io": "thread"}
     start(fs, rows=128).store(wanted := keys(24))
     (hole,) = [path for path in tmp_path.rglob("*") if wanted[5].hex() in path.name]

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 DICT_STORE = f"""
 {Path(stores.__file__).read_text(encoding="utf-8")}
 from pathlib import Path
-from kvtiers.api import ConfigError, Finding, StoreEntry, StoreFull, WritesRefused
+from kvtiers.api import ConfigError, Finding, NotKept, StoreEntry
 
 class Store(DictStore):
     def __init__(self, *values):

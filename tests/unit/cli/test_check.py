@@ -65,15 +65,15 @@ def close(self):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("def read_into(self, name, dst): return True", "the value read back is not the value written"),
-        ("def read_into(self, name, dst): return False", "the value just written cannot be read back: absent, or of another length. Fix: see whether something else writes"),
-        ("def read_into(self, name, dst): pass", "read_into() of the probe value gave None, expected True"),
+        ("def read_into(self, name, dst): return len(dst)", "the value read back is not the value written"),
+        ("def read_into(self, name, dst): return 0", "the value just written cannot be read back: absent, or of another length. Fix: see whether something else writes"),
+        ("def read_into(self, name, dst): pass", "Mine.read_into answered None for a value; expected its length"),
         ("def exists(self, names): return [True for _ in names]", "gave [True, True], expected [True, False]"),
         ("def exists(self, names): return [False for _ in names]", "gave [False, False], expected [True, False]"),
         ("def exists(self, names): return []", "gave [], expected [True, False]"),
         ("def delete(self, names): pass", "exists() of the deleted probe value gave [True], expected [False]"),
-        ("def write(self, name, src): raise StoreFull('0 bytes left')", "the store is full: 0 bytes left"),
-        ("def write(self, name, src): raise WritesRefused('the disk is read-only')", "takes no values: the disk is read-"),
+        ("def write(self, name, src): raise NotKept('0 bytes left')", "the store is full: 0 bytes left"),
+        ("def write(self, name, src): raise NotKept('the disk is read-only', full=False)", "takes no values: the disk is read-"),
         ("def write(self, name, src): raise OSError('disk on fire')", "failed while writing the probe value: disk on fire (OSError)"),
         ("def read_into(self, name, dst): raise ValueError('a\\nb')", "failed while reading the probe value back: a b (ValueError)"),
         ("def close(self): raise OSError('stuck')", "failed while being closed: stuck (OSError)"),
@@ -124,7 +124,7 @@ def test_strictly_a_warning_is_a_failure(run, config, store):
 def test_a_probe_value_is_deleted_also_when_it_came_back_wrong(run, config, store, tmp_path):
     name = store(
         f"""
-def read_into(self, name, dst): return True
+def read_into(self, name, dst): return len(dst)
 def close(self): Path("{tmp_path}/left").write_text(str(list(self.values)))
 """
     )
@@ -149,7 +149,7 @@ def list(self, prefix): return (StoreEntry(n, len(v)) for n, v in self.values.it
         (LISTING, "('other/a', b'x')", "warning .* it has no value under 'prod/'. Fix: "),
         (LISTING, "('prod/a', b'x' * 4096), ('prod/b', b'y')", "ok .* 2 values listed, one of 4KiB read in "),
         (LISTING, "('prod/a', b'x' * 8388608)", "warning .* 1 values listed, none read. Fix: pass --value-bytes 8388608"),
-        (LISTING + "\ndef read_into(self, name, dst): return False", "('prod/a', b'x')", "the first one gone before"),
+        (LISTING + "\ndef read_into(self, name, dst): return 0", "('prod/a', b'x')", "the first one gone before"),
     ],
 )  # fmt: skip
 def test_a_read_only_store_is_only_listed_and_read(run, config, store, body, values, said):
@@ -160,7 +160,8 @@ def test_a_read_only_store_is_only_listed_and_read(run, config, store, body, val
 
 
 BATCH = """
-def read_many_into(self, names, dsts): return [self.read_into(n, d) for n, d in zip(names, dsts)]
+batch_values = 2
+def read_many_into(self, names, dsts): return [self.read_into(n, d) for n, [d] in zip(names, dsts)]
 def write_many(self, names, srcs): raise AssertionError("written")
 """
 PIECES = """
@@ -177,18 +178,18 @@ def test_every_ability_of_a_read_only_store_is_tried_and_nothing_is_written(run,
     result = run("check", config(f"{{type: {name}, read_only: true}}", more="namespace: prod\n"))
     assert result.exit_code == 0, result.output
     read = "read one and compared it"
-    assert f"several values in one call: {read if values else 'read none, as there are'}" in result.stdout
+    assert f"several values: {read if values else 'read none, as there are'}" in result.stdout
     assert f"values in pieces: {read if values else 'gives none of an absent value'}" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (BATCH + "\ndef read_many_into(self, names, dsts): return [True, True]", "a value that was asked for is not there"),
+        (BATCH + "\ndef read_many_into(self, names, dsts): return [4096, 4096]", "a value that was asked for is not there"),
         (BATCH + "\ndef read_many_into(self, names, dsts): raise OSError('no pipe')", "no pipe"),
-        (BATCH + "\ndef read_many_into(self, names, dsts): dsts[0][:] = bytes(len(dsts[0])); return [True, False]",
+        (BATCH + "\ndef read_many_into(self, names, dsts): [d], _ = dsts; d[:] = bytes(len(d)); return [len(d), 0]",
          "read_many_into() and read_into() of one value give different bytes"),
-        (BATCH + "\nkept = []\ndef read_many_into(self, names, dsts): self.kept += dsts; return [False, False]", "kept the buffer"),
+        (BATCH + "\nkept = []\ndef read_many_into(self, names, dsts): self.kept += dsts[0]; return [0, 0]", "kept the buffer"),
         (PIECES + "\ndef read_pieces(self, name, nbytes): return [b'x']", "gave pieces of a value that is not there"),
         (PIECES + "\ndef read_pieces(self, name, nbytes): return [b'y'] if name in self.values else None", "not the bytes of"),
         ("def list(self, prefix): return iter(['prod/a'])", "expected a StoreEntry"),
@@ -262,7 +263,7 @@ def test_a_capacity_that_the_machine_has_not_is_an_error(run, config):
 
 
 def test_json_has_every_finding(run, config, store):
-    name = store("def read_into(self, name, dst): return False")
+    name = store("def read_into(self, name, dst): return 0")
     result = run("check", config(f"{{type: {name}}}"), "--json")
     report = json.loads(result.stdout)
     assert (result.exit_code, report["ok"], report["config"]) == (1, False, "tiers.yaml")

@@ -61,7 +61,7 @@ def test_values_that_are_gone_or_cannot_be_read_are_counted_apart(run, config, s
 def read_into(self, name, dst):
     if name.endswith("1d00000000"):
         raise ConnectionResetError("lost")
-    return False
+    return 0
 """
     )
     result = run("store", "verify", name, "--config", config(f"{{type: {name}}}"), "--json")
@@ -81,7 +81,7 @@ def read_into(self, name, dst):
     at = numpy.frombuffer(dst, numpy.uint8).ctypes.data
     regions = [numpy.frombuffer(region, numpy.uint8) for region in self.regions]
     assert any(r.ctypes.data <= at and at + len(dst) <= r.ctypes.data + len(r) for r in regions)
-    return False
+    return 0
 """,
         opened="mine = Mine()\nMine.regions = [*getattr(Mine, 'regions', []), context.region]\nreturn mine",
     )

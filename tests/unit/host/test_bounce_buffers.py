@@ -144,19 +144,21 @@ def test_values_that_fit_their_rows_lie_in_them(memory):
 @pytest.mark.parametrize("nbytes", [0, VALUE + 1])
 def test_a_value_of_another_length_is_refused(memory, nbytes):
     views = BounceBufferViews(memoryview(memory), ROW, VALUE)
-    views.begin([1], filled=False)
+    views.begin([1])
     with pytest.raises(IndexError, match="in a value of 8192"):
         views.own([1], [nbytes])
 
 
 def test_a_row_that_is_not_there_is_refused(memory):
+    views = BounceBufferViews(memoryview(memory), ROW, VALUE)
+    views.begin([16])
     with pytest.raises(IndexError, match="row 16"):
-        BounceBufferViews(memoryview(memory), ROW, VALUE).begin([16], filled=True)
+        views.join(16, ROW)
 
 
 def test_the_memory_beside_the_rows_lies_in_whole_huge_pages_where_there_are_some(memory):
     views = BounceBufferViews(memoryview(memory), ROW, VALUE)
-    views.begin([3], filled=True)
+    views.begin([3])
     (borrowed,) = views.own([3], [VALUE])
     address = ctypes.addressof((ctypes.c_ubyte * 0).from_buffer(borrowed))
     mappings = re.findall(
@@ -170,19 +172,26 @@ def test_the_memory_beside_the_rows_lies_in_whole_huge_pages_where_there_are_som
 
 
 class Gathering(Store):
-    """It notes where the parts that it is given lie."""
+    """It notes in which views it is given values."""
+
+    batch_values = 1
 
     def __init__(self, keeps=False):
         super().__init__()
         self.lengths = []
         self.keeps_a_part = keeps
 
-    def write_parts(self, name, parts):
-        self.lengths.append([len(part) for part in parts])
-        assert all(part.readonly for part in parts)
-        if self.keeps_a_part:
-            self.kept.append(parts[1][:1])
-        self.write(name, memoryview(b"".join(parts)))
+    def read_many_into(self, names, dsts):
+        return [self.read_into(name, dst) for name, [dst] in zip(names, dsts, strict=True)]
+
+    def write_many(self, names, srcs):
+        for name, parts in zip(names, srcs, strict=True):
+            self.lengths.append([len(part) for part in parts])
+            assert all(part.readonly for part in parts)
+            if self.keeps_a_part:
+                self.kept.append(parts[1][:1])
+            self.write(name, memoryview(b"".join(parts)))
+        return [None] * len(names)
 
 
 def test_a_store_that_gathers_gets_the_row_itself_and_the_same_value_as_others(memory):
@@ -207,6 +216,6 @@ def test_a_store_that_gathers_gets_the_row_itself_and_the_same_value_as_others(m
 def test_a_part_that_a_store_keeps_fails_the_value(memory):
     moved = mover(memory, Gathering(keeps=True)).store(run())
     assert Status.DONE not in moved.statuses
-    assert "Gathering.write_parts" in moved.error
+    assert "Gathering.write_many" in moved.error
     assert "kept the buffer" in moved.error
     assert moved.kept

@@ -12,7 +12,7 @@ from tests.stores import DictStore
 from tests.unit.encryption.keyed import ring
 
 from kvtiers.api import make_offload_key
-from kvtiers.host import claimed_views, transfer
+from kvtiers.host import bounce_buffers, claimed_views, transfer
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import JobDone, Status, StoreJob
 from kvtiers.host.transfer import MoverOptions, ValueMover
@@ -50,25 +50,35 @@ class Gathering(DictStore):
         self.before("write")
         super().write(name, src)
 
-    def write_parts(self, name, parts):
-        self.before("write_parts")
-        self.parts.append([len(part) for part in parts])
-        super().write(name, memoryview(b"".join(parts)))
+    batch_values = 1
 
-    def read_parts_into(self, name, parts):
-        self.before("read_parts_into")
+    def write_many(self, names, srcs):
+        self.before("write_many")
+        for name, parts in zip(names, srcs, strict=True):
+            if len(parts) > 1:
+                self.parts.append([len(part) for part in parts])
+            super().write(name, memoryview(b"".join(parts)))
+        return [None] * len(names)
+
+    def read_many_into(self, names, dsts):
+        if [len(parts) for parts in dsts] == [1]:
+            return [self.read_into(names[0], dsts[0][0])]
+        return [self.read_parts(name, parts) for name, parts in zip(names, dsts, strict=True)]
+
+    def read_parts(self, name, parts):
+        self.before("read_parts")
         self.parts.append([len(part) for part in parts])
         value, at = self.values.get(name, b""), 0
         if len(value) != sum(map(len, parts)):
-            return False
+            return 0
         for part in parts:
             part[:] = value[at : at + len(part)]
             at += len(part)
-        return True
+        return at
 
 
 class Plain(Gathering):
-    write_parts = read_parts_into = None
+    batch_values = read_many_into = write_many = None
 
 
 class Bench:
@@ -161,7 +171,7 @@ def test_values_come_back_to_the_same_places_and_nothing_beside_them_changes(ben
     assert set(bench.mover.load(bench.run).statuses) == {Status.DONE}
     assert (bench.region == before).all()
     assert set(bench.revoke()) == {ClaimState.LANDED}
-    gathers = isinstance(store, Gathering) and store.write_parts is not None and len(cuts) <= 63
+    gathers = isinstance(store, Gathering) and store.write_many is not None and len(cuts) <= 63
     assert store.parts == [[*cuts, VALUE - PAYLOAD]] * (COUNT * (1 + in_place) if gathers else 0)
 
 
@@ -228,16 +238,16 @@ def test_what_a_second_tier_damages_in_place_is_not_found_though_the_first_one_l
     bench.mover.store(bench.run)
     for name, value in store.values.items():
         second.values[name] = value[:500] + b"?" + value[501:]
-    if how != "damaged" and second.read_parts_into is not None:
-        whole = second.read_parts_into
+    if how != "damaged" and second.read_many_into is not None:
+        whole = second.read_parts
 
         def read_half(name, parts):
             whole(name, parts)
             if how == "raises":
                 raise OSError("it was to")
-            return False
+            return 0
 
-        second.read_parts_into = read_half
+        second.read_parts = read_half
     bench.open(in_place=True)
     assert set(bench.mover.load(bench.run).statuses) == {Status.DONE}
     before = bench.region.copy()
@@ -287,8 +297,8 @@ def test_memory_that_is_anothers_before_it_was_read_is_not_stored(bench, store):
 
 def test_memory_that_is_anothers_while_it_is_copied_or_hashed_is_not_stored(bench, store, cuts, monkeypatch):
     """What was copied, or hashed, may be of either: it would be stored as sound, under the key of the first."""
-    gathers = store.write_parts is not None and len(cuts) <= 63
-    module, step = (transfer, "seal_parts") if gathers else (claimed_views, "copy_memory")
+    gathers = store.write_many is not None and len(cuts) <= 63
+    module, step = (transfer, "seal_parts") if gathers else (bounce_buffers, "copy_memory")
     step_of_it = getattr(module, step)
 
     def change(*args):
@@ -308,7 +318,7 @@ def test_memory_that_is_anothers_while_it_is_written_is_never_read_as_what_it_wa
     bench.fill(1)
     bench.open()
     expected = [bench.content(row) for row in bench.rows]
-    wanted = ["write", "write_parts"]
+    wanted = ["write", "write_many"]
 
     def take_back(method):
         if method in wanted:
@@ -350,12 +360,12 @@ def test_a_store_that_keeps_a_part_that_it_read_into_fails_the_value():
     bench.open()
     bench.mover.store(bench.run)
     kept = []
-    read = store.read_parts_into
-    store.read_parts_into = lambda name, parts: kept.append(parts[0][:1]) or read(name, parts)
+    read = store.read_parts
+    store.read_parts = lambda name, parts: kept.append(parts[0][:1]) or read(name, parts)
     bench.open(in_place=True)
     moved = bench.mover.load(bench.run)
     assert Status.DONE not in moved.statuses
-    assert "read_parts_into" in moved.error
+    assert "read_many_into" in moved.error
     assert moved.kept
     bench.close()
 
@@ -367,8 +377,8 @@ def test_a_part_that_is_kept_for_a_moment_holds_off_the_calls_end_until_its_job_
     bench.open()
     bench.mover.store(bench.run)
     kept, events = [], []
-    read = store.read_parts_into
-    store.read_parts_into = lambda name, parts: kept.append(parts[0][:1]) or read(name, parts)
+    read = store.read_parts
+    store.read_parts = lambda name, parts: kept.append(parts[0][:1]) or read(name, parts)
     pool = TransferPool(
         lambda: store,
         bench.views,

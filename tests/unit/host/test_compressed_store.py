@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from tests.stores import DictStore
 
-from kvtiers.api import ConfigError, StoreContractError, make_offload_key
+from kvtiers.api import StoreContractError, make_offload_key
 from kvtiers.host.compressed_store import CompressedStore, compressed_store
-from kvtiers.host.messages import Opened, Status
+from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover
-from kvtiers.host.transfer_pool import PoolOptions, TransferPool
 from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.compressed_value import ValueCompressor, is_compressed
@@ -33,31 +32,20 @@ DONE, PRESENT, MISSING = Status.DONE, Status.PRESENT, Status.MISSING
 CORRUPT, FAILED = Status.CORRUPT, Status.FAILED
 
 
-class AnyStore(DictStore):
-    """A store in a dict that reads values of any length."""
+class BatchStore(DictStore):
+    """A store in a dict that moves several values at a time."""
 
-    def read_any_into(self, names, dsts):
-        lengths = []
-        for name, dst in zip(names, dsts, strict=True):
-            value = self.values.get(name, b"")
-            lengths.append(len(value) if len(value) <= len(dst) else 0)
-            dst[: lengths[-1]] = value[: lengths[-1]]
-        return lengths
-
-
-class AnyBatchStore(AnyStore):
-    """The same, several values at a time."""
-
+    batch_values = 32
     batches = 0
 
     def read_many_into(self, names, dsts):
-        raise AssertionError("a compressed store reads values of any length")
+        return [self.read_into(name, dst) for name, [dst] in zip(names, dsts, strict=True)]
 
     def write_many(self, names, srcs):
         self.batches += 1
-        for name, src in zip(names, srcs, strict=True):
+        for name, [src] in zip(names, srcs, strict=True):
             self.write(name, src)
-        return [True] * len(names)
+        return [None] * len(names)
 
 
 def payload(number):
@@ -113,7 +101,7 @@ def loaded(rows, store, compression="zstd"):
     return list(moved.statuses)
 
 
-@pytest.mark.parametrize("kind", [AnyStore, AnyBatchStore])
+@pytest.mark.parametrize("kind", [DictStore, BatchStore])
 def test_values_are_stored_compressed_and_come_back(rows, kind):
     store = kind()
     moved = stored(rows, store)
@@ -122,22 +110,22 @@ def test_values_are_stored_compressed_and_come_back(rows, kind):
     assert len(KEYS) * VALUE / sum(map(len, store.values.values())) > 1.35
     assert all(len(value) % 4096 == 0 for value in store.values.values())
     assert loaded(rows, store) == [DONE] * len(KEYS)
-    assert kind is AnyStore or store.batches == 1
+    assert kind is DictStore or store.batches == 1
 
 
 @pytest.mark.parametrize(("writes", "reads"), [("none", "zstd"), ("zstd", "read"), ("read", "zstd"), ("none", "read")])
-@pytest.mark.parametrize("kind", [AnyStore, AnyBatchStore])
+@pytest.mark.parametrize("kind", [DictStore, BatchStore])
 def test_what_was_stored_before_the_option_was_changed_is_found(rows, kind, writes, reads):
-    store = kind() if writes != "none" else AnyStore()
+    store = kind() if writes != "none" else DictStore()
     stored(rows, store, writes)
     assert all(is_compressed(memoryview(value)) == (writes == "zstd") for value in store.values.values())
-    if kind is AnyBatchStore:
-        store.__class__ = AnyBatchStore
+    if kind is BatchStore:
+        store.__class__ = BatchStore
     assert loaded(rows, store, reads) == [DONE] * len(KEYS)
 
 
 def test_without_the_option_a_compressed_value_is_a_miss_and_the_next_store_replaces_it(rows):
-    store = AnyStore()
+    store = DictStore()
     stored(rows, store)
     assert loaded(rows, store, "none") == [MISSING] * len(KEYS)
     assert len(store.values) == len(KEYS), "foreign, and not ours to delete"
@@ -148,7 +136,7 @@ def test_without_the_option_a_compressed_value_is_a_miss_and_the_next_store_repl
 
 
 def test_what_does_not_become_shorter_is_stored_as_it_is(rows):
-    store = AnyBatchStore()
+    store = BatchStore()
     rows.fill()
     noise = np.random.default_rng(9).bytes(PAYLOAD)
     rows.memory[VALUE : VALUE + PAYLOAD] = noise
@@ -166,7 +154,7 @@ def test_what_does_not_become_shorter_is_stored_as_it_is(rows):
 
 
 def test_damage_is_a_miss_that_is_counted_and_deleted_and_another_format_is_left_alone(rows):
-    store = AnyStore()
+    store = DictStore()
     stored(rows, store)
     one, other, cut, seal = NAMES.names(KEYS[:4])
     store.values[one] = store.values[one][:5000] + b"\xff" + store.values[one][5001:]
@@ -178,7 +166,7 @@ def test_damage_is_a_miss_that_is_counted_and_deleted_and_another_format_is_left
     assert other in store.values
 
 
-@pytest.mark.parametrize("kind", [AnyStore, AnyBatchStore])
+@pytest.mark.parametrize("kind", [DictStore, BatchStore])
 def test_of_a_thousand_corruptions_in_a_store_no_wrong_byte_comes_back(rows, kind):
     store, seeds = kind(), random.Random(3)
     stored(rows, store)
@@ -204,16 +192,16 @@ def test_of_a_thousand_corruptions_in_a_store_no_wrong_byte_comes_back(rows, kin
 
 
 def test_a_store_that_keeps_a_buffer_is_found_out_and_never_sees_another_value(rows):
-    class Keeping(AnyStore):
+    class Keeping(DictStore):
         kept = None
 
         def write(self, name, src):
             self.kept = self.kept or src[:4096]
             super().write(name, src)
 
-        def read_any_into(self, names, dsts):
-            self.kept = self.kept or dsts[0][:4096]
-            return super().read_any_into(names, dsts)
+        def read_into(self, name, dst):
+            self.kept = self.kept or dst[:4096]
+            return super().read_into(name, dst)
 
     store = Keeping()
     rows.fill()
@@ -226,28 +214,39 @@ def test_a_store_that_keeps_a_buffer_is_found_out_and_never_sees_another_value(r
     store.kept = None
     moved = rows.mover(store).load(run())
     assert list(moved.statuses) == [FAILED] * len(KEYS)
-    assert moved.error.startswith("Keeping.read_any_into kept the buffer")
+    assert moved.error.startswith("Keeping.read_into kept the buffer")
 
 
-@pytest.mark.parametrize("answer", [None, [], [-1], [VALUE + 1], [True], ["4096"]])
+@pytest.mark.parametrize("answer", [None, [], -1, VALUE + 1, True, "4096"])
 def test_an_answer_that_is_no_length_is_a_bug_of_the_plugin(answer):
-    class Wrong(AnyStore):
-        def read_any_into(self, names, dsts):
+    class Wrong(DictStore):
+        def read_into(self, name, dst):
             return answer
 
     store = CompressedStore(Wrong(), ValueCompressor(), writes=True)
-    with pytest.raises(StoreContractError, match=r"^Wrong.read_any_into "):
+    with pytest.raises(StoreContractError, match=r"^Wrong.read_into "):
         store.read_into("a", memoryview(bytearray(VALUE)))
 
 
+@pytest.mark.parametrize("compresses", [True, False])
+def test_a_value_that_is_shorter_than_its_destination_has_its_length_and_a_longer_one_is_absent(compresses):
+    store = compressed_store(DictStore(), "zstd" if compresses else "read")
+    value = bytes(payload(1) + bytes(100))
+    store.write("a", memoryview(value))
+    room = memoryview(bytearray(VALUE + 4096))
+    assert store.read_into("a", room) == VALUE
+    assert room[:VALUE] == value
+    assert store.read_into("a", room[: VALUE - 4096]) == 0
+
+
 def test_a_failing_store_fails_as_without_compression_and_is_used_again(rows):
-    class Failing(AnyBatchStore):
+    class Failing(BatchStore):
         is_down = False
 
-        def read_any_into(self, names, dsts):
+        def read_many_into(self, names, dsts):
             if self.is_down:
                 raise ConnectionError("gone")
-            return super().read_any_into(names, dsts)
+            return super().read_many_into(names, dsts)
 
     store = Failing()
     stored(rows, store)
@@ -258,31 +257,6 @@ def test_a_failing_store_fails_as_without_compression_and_is_used_again(rows):
     assert "gone" in moved.error
     store.is_down = False
     assert set(mover.load(run()).statuses) == {DONE}
-
-
-def test_a_store_that_cannot_read_any_length_is_refused_with_one_line_when_it_is_opened():
-    opened = threading.Event()
-    events = []
-
-    def emit(event):
-        events.append(event)
-        opened.set()
-
-    views = Rows().views
-    options = PoolOptions(MoverOptions([(PAYLOAD, VALUE)], compression="zstd"), "test", 1, 9.0, (9.0, 9.0))
-    pool = TransferPool(DictStore, views, NAMES, options, emit)
-    try:
-        assert opened.wait(30)
-        [event] = events
-        assert isinstance(event, Opened)
-        assert "DictStore has no read_any_into() (SupportsAnyLength); set 'compression: none'" in event.error
-        assert "\n" not in event.error
-    finally:
-        pool.close(5)
-    with pytest.raises(ConfigError):
-        compressed_store(DictStore(), "read")
-    plain = DictStore()
-    assert compressed_store(plain, "none") is plain
 
 
 def test_a_host_without_the_option_imports_no_codec():
@@ -314,16 +288,15 @@ class TestCompressedMemory(ChunkStoreTests):
 class BatchMemory(MemoryStore):
     """The same, several values in a call."""
 
-    def read_any_into(self, names, dsts):
-        return [MemoryStore.read_any_into(self, [name], [dst])[0] for name, dst in zip(names, dsts, strict=True)]
+    batch_values = 32
 
     def read_many_into(self, names, dsts):
-        return [self.read_into(name, dst) for name, dst in zip(names, dsts, strict=True)]
+        return [self.read_into(name, dst) for name, [dst] in zip(names, dsts, strict=True)]
 
     def write_many(self, names, srcs):
-        for name, src in zip(names, srcs, strict=True):
+        for name, [src] in zip(names, srcs, strict=True):
             self.write(name, src)
-        return [True] * len(names)
+        return [None] * len(names)
 
 
 def compressed_batches():

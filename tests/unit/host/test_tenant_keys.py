@@ -40,7 +40,7 @@ def ring_with(missing=(), **tenants):
 def store(kit, request):
     made = getattr(kit, request.param, kit.DictStore)()
     if request.param == "OneByOne":
-        made.exists_per_call = 1
+        made.asks_one_by_one = True
     return made
 
 

@@ -23,7 +23,7 @@ def keys(kit):
 def dear(kit):
     """A store that is asked one name at a time."""
     store = kit.DictStore()
-    store.exists_per_call = 1
+    store.asks_one_by_one = True
     return store
 
 
@@ -104,7 +104,7 @@ def test_a_store_that_fills_only_half_and_says_all_is_found_out(kit, keys):
     class Short(kit.DictStore):
         def read_into(self, name, dst):
             dst[:2048] = self.values[name][:2048]
-            return True
+            return len(dst)
 
     store = Short()
     mover = kit.stored(store, keys)
@@ -170,13 +170,10 @@ def test_what_another_has_written_is_asked_for_once(kit, store, keys):
     assert store.count("exists") == asked
 
 
-def test_presence_is_asked_in_calls_of_the_size_that_the_store_wants(kit, keys):
-    class Few(kit.DictStore):
-        exists_per_call = 4
-
-    store = Few()
-    kit.stored(store, keys)
-    assert [len(call[1]) for call in store.calls if call[0] == "exists"] == [4, 2]
+def test_presence_is_asked_in_calls_of_many_names(kit, store):
+    keys = [kit.key(number) for number in range(300)]
+    kit.mover(store).store(kit.run(keys, within=0.0))
+    assert [len(call[1]) for call in store.calls if call[0] == "exists"] == [256, 44]
 
 
 def test_a_store_that_is_dear_to_ask_is_not_asked_before_a_write(kit, keys):
@@ -231,18 +228,14 @@ def test_the_end_of_a_prefix_is_found_by_bisection(kit, length, present):
     assert store.count("exists") <= most, "of known prompts all is there, and two questions are enough"
 
 
-def test_questions_about_a_prefix_end_at_its_first_absence(kit):
-    class Few(kit.DictStore):
-        exists_per_call = 8
-
-    store = Few()
-    keys = [kit.key(number) for number in range(64)]
-    store.values = dict.fromkeys(kit.NAMES.names([*keys[:10], *keys[20:]]), b"")
+def test_questions_about_a_prefix_end_at_its_first_absence(kit, store):
+    keys = [kit.key(number) for number in range(600)]
+    store.values = dict.fromkeys(kit.NAMES.names([*keys[:300], *keys[550:]]), b"")
     mover = kit.mover(store)
     answers = mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.maxsize)
-    assert answers[:11] == [True] * 10 + [False]
+    assert answers[:301] == [True] * 300 + [False]
     assert store.count("exists") == 2
-    assert len(mover.probe(kit.NAMES, keys, is_prefix=False, give_up_at=sys.maxsize)) == 64
+    assert len(mover.probe(kit.NAMES, keys, is_prefix=False, give_up_at=sys.maxsize)) == 600
 
 
 def test_a_row_that_is_not_in_the_region_is_never_touched(kit, keys):
@@ -258,7 +251,7 @@ def moved_in_turns(kit, nbytes, count):
     """Return what a mover does with values of this size, stored and loaded; "way": it gives way."""
 
     class Store(kit.DictStore):
-        exists_per_call = 1  # else it is asked what it has before it is given something
+        asks_one_by_one = True  # else it is asked what it has before it is given something
 
     store, keys = Store(), [kit.key(number) for number in range(count)]
     options = MoverOptions([(nbytes - 4096, nbytes)], give_way=lambda: store.calls.append(("way", "")))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvtiers.api import RateLimit, Refused, StoreContractError, StoreFull, WritesRefused
+from kvtiers.api import NotKept, RateLimit, StoreContractError
 from kvtiers.host.messages import Status
 from kvtiers.host.store_calls import RateLimiter
 
@@ -28,7 +28,7 @@ def test_a_full_store_drops_the_write_without_retry(kit, keys):
 
         def write(self, name, src):
             self.calls.append(("write", name))
-            raise StoreFull
+            raise NotKept("full")
 
     store = Full()
     moved = kit.mover(store).store(kit.run(keys))
@@ -39,20 +39,20 @@ def test_a_full_store_drops_the_write_without_retry(kit, keys):
 def test_a_value_that_never_fits_is_dropped_and_counted_and_said_once_with_the_store_s_reason(kit, keys, caplog):
     class Small(kit.DictStore):
         def write(self, name, src):
-            raise StoreFull(f"an item has at most 1024 bytes, this one has {len(src)}")
+            raise NotKept(f"an item has at most 1024 bytes, this one has {len(src)}")
 
     mover = kit.mover(Small())
     for _ in range(2):
         assert set(mover.store(kit.run(keys)).statuses) == {DROPPED}
     [line] = [record.getMessage() for record in caplog.records]
-    assert "Small: no room for a value of 4096 bytes: StoreFull: an item has at most 1024 bytes" in line
+    assert "Small: no room for a value of 4096 bytes: an item has at most 1024 bytes" in line
     assert "dropped and counted (dropped_full)" in line
 
 
 def test_a_full_store_may_also_say_so_for_a_whole_batch(kit, keys):
     class Full(kit.BatchStore):
         def write_many(self, names, srcs):
-            raise StoreFull
+            raise NotKept("full")
 
     moved = kit.mover(Full()).store(kit.run(keys))
     assert set(moved.statuses) == {DROPPED}
@@ -64,7 +64,7 @@ def test_a_batch_that_was_full_in_part_drops_that_part(kit, keys):
         def write_many(self, names, srcs):
             room = 3 - len(self.values)
             super().write_many(names[:room], srcs[:room])
-            return [number < room for number in range(len(names))]
+            return [None if number < room else NotKept("half full") for number in range(len(names))]
 
     mover = kit.mover(HalfFull())
     assert list(mover.store(kit.run(keys)).statuses) == [DONE] * 3 + [DROPPED] * 3
@@ -75,7 +75,8 @@ def test_what_a_store_refuses_for_a_reason_is_dropped_without_a_retry_and_is_not
     class OneNodeDown(kit.BatchStore):
         def write_many(self, names, srcs):
             super().write_many(names[:2], srcs[:2])
-            return [True, True, False, *[Refused("node 3:\n connection refused " + "!" * 1000)] * (len(names) - 3)]
+            down = NotKept("node 3:\n connection refused " + "!" * 1000, full=False)
+            return [None, None, NotKept("full"), *[down] * (len(names) - 3)]
 
     store = OneNodeDown()
     mover = kit.mover(store)
@@ -85,7 +86,6 @@ def test_what_a_store_refuses_for_a_reason_is_dropped_without_a_retry_and_is_not
     assert len(moved.error) <= 500
     assert moved.retries == 0
     assert not any("node 3" in line for line in caplog.messages), "the engine's side says it"
-    assert not Refused("why"), "to whom it is no answer of its own, it is no"
 
 
 def test_a_store_that_is_read_and_takes_nothing_says_why_without_a_retry_or_a_failure(kit, keys, caplog):
@@ -94,7 +94,7 @@ def test_a_store_that_is_read_and_takes_nothing_says_why_without_a_retry_or_a_fa
 
         def write(self, name, src):
             self.calls.append(("write", name))
-            raise WritesRefused("the disk has become\nread-only")
+            raise NotKept("the disk has become\nread-only", full=False)
 
     store = ReadOnly()
     moved = kit.mover(store).store(kit.run(keys))
@@ -103,15 +103,33 @@ def test_a_store_that_is_read_and_takes_nothing_says_why_without_a_retry_or_a_fa
     assert "no room" not in caplog.text
 
 
-@pytest.mark.parametrize(("answer", "said"), [(None, "None"), (OSError("down"), "a OSError")])
-def test_a_batch_whose_answer_is_an_error_or_nothing_breaks_the_contract(kit, keys, caplog, answer, said):
+@pytest.mark.parametrize(("answer", "said"), [(True, "True"), (False, "False"), (OSError("down"), "OSError('down')")])
+def test_a_batch_whose_answer_is_another_error_or_a_bool_breaks_the_contract(kit, keys, caplog, answer, said):
     class Odd(kit.BatchStore):
         def write_many(self, names, srcs):
-            return [True] * (len(names) - 1) + [answer]
+            return [None] * (len(names) - 1) + [answer]
 
     moved = kit.mover(Odd()).store(kit.run(keys))
     assert set(moved.statuses) == {FAILED}
-    assert f"Odd.write_many answered {said} for a value; each answer must be True, False or a Refused" in moved.error
+    assert f"Odd.write_many answered {said} for a value; expected None for one that is kept" in moved.error
+
+
+def test_a_refusal_that_was_caught_and_answered_holds_no_buffer(kit, keys):
+    class Careless(kit.BatchStore):
+        def write_many(self, names, srcs):
+            answers = []
+            for name, views in zip(names, srcs, strict=True):
+                try:
+                    self.put(name, views)
+                except NotKept as error:
+                    answers.append(error)
+            return answers
+
+        def put(self, name, views):
+            raise NotKept("full")
+
+    moved = kit.mover(Careless()).store(kit.run(keys))
+    assert (set(moved.statuses), moved.kept) == ({DROPPED}, [])
 
 
 def test_a_transient_error_is_retried_and_counted(kit, keys):
@@ -162,7 +180,7 @@ LIES = {
     "nothing": lambda answers: None,
     "a number": lambda answers: 1,
     "one answer too few": lambda answers: answers[:-1],
-    "one answer too many": lambda answers: [*answers, True],
+    "one answer too many": lambda answers: [*answers, answers[0]],
     "no answers": lambda answers: [],
 }
 
@@ -183,11 +201,8 @@ def test_a_wrong_number_or_kind_of_answers_fails_the_values(kit, keys, method, l
     assert moved.error
 
 
-def test_answers_that_are_no_booleans_count_as_what_they_are_worth(kit, keys):
+def test_answers_of_exists_that_are_no_booleans_count_as_what_they_are_worth(kit, keys):
     class Odd(kit.DictStore):
-        def read_into(self, name, dst):
-            return len(dst) if super().read_into(name, dst) else 0
-
         def exists(self, names):
             return (1 if name in self.values else None for name in names)
 
@@ -219,34 +234,27 @@ def test_exists_with_another_number_of_answers_is_one_line_that_names_class_and_
     assert "Forgetful.exists " in moved.error
 
 
-def test_a_read_that_returns_none_fails_the_value_and_is_one_line_that_names_class_and_method(kit, keys, caplog):
+@pytest.mark.parametrize("answer", [None, True, False, -1, 4097, 4096.0], ids=repr)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_read_that_answers_no_length_fails_the_value_and_is_one_line_that_names_class_and_method(
+    kit, keys, caplog, answer, batched
+):
     class Silent(kit.DictStore):
         def read_into(self, name, dst):
-            super().read_into(name, dst)  # and says nothing
+            super().read_into(name, dst)
+            return answer
 
-    moved = kit.stored(Silent(), keys).load(kit.run(keys))
+    class SilentBatch(kit.BatchStore):
+        def read_many_into(self, names, dsts):
+            return [answer for _ in super().read_many_into(names, dsts)]
+
+    moved = kit.stored(SilentBatch() if batched else Silent(), keys).load(kit.run(keys))
     assert FAILED in moved.statuses
     assert not {MISSING, DONE, Status.CORRUPT} & set(moved.statuses), "no silent miss, and no damage"
-    assert "Silent.read_into returned None; it must return True" in moved.error
+    named = "SilentBatch.read_many_into" if batched else "Silent.read_into"
+    assert f"{named} answered {answer!r} for a value; expected its length in bytes, 0 to 4096" in moved.error
     (line,) = accusations(caplog)
-    assert "Silent.read_into returned None" in line
-
-
-@pytest.mark.parametrize("method", ["read_many_into", "write_many"])
-def test_a_batch_that_answers_none_fails_its_values_by_name(kit, keys, caplog, method):
-    class Silent(kit.BatchStore):
-        def read_many_into(self, names, dsts):
-            return [None] * len(super().read_many_into(names, dsts))
-
-        def write_many(self, names, srcs):
-            return [None if method == "write_many" else True for _ in super().write_many(names, srcs)]
-
-    mover = kit.mover(Silent())
-    moved = mover.store(kit.run(keys))
-    moved = moved if method == "write_many" else mover.load(kit.run(keys))
-    assert set(moved.statuses) == {FAILED}
-    assert f"Silent.{method} answered None" in moved.error
-    assert len(accusations(caplog)) == 1
+    assert f"{named} answered {answer!r}" in line
 
 
 def test_a_broken_promise_is_not_asked_for_again_whatever_the_store_calls_transient(kit, keys):
@@ -306,11 +314,11 @@ def test_a_whole_view_that_is_kept_is_found_too_and_is_of_no_use_any_more(kit, k
 
     class BatchHoarder(kit.BatchStore):
         def read_many_into(self, names, dsts):
-            views.extend(dsts if is_load else [])
+            views.extend([dst for [dst] in dsts] if is_load else [])
             return super().read_many_into(names, dsts)
 
         def write_many(self, names, srcs):
-            views.extend([] if is_load else srcs)
+            views.extend([] if is_load else [src for [src] in srcs])
             return super().write_many(names, srcs)
 
     store = BatchHoarder() if batched else Hoarder()
@@ -473,7 +481,7 @@ def test_a_call_that_does_not_return_is_named_with_its_place_once(kit, keys, cap
         def read_into(self, name, dst):
             begun.set()
             go_on.wait(60)
-            return False
+            return 0
 
     mover = kit.mover(Hangs())
     mover.log_hung(0.0)

@@ -192,10 +192,10 @@ def test_whatever_a_store_raises_while_its_tier_opens_is_a_reason_and_not_a_lost
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value"), [("transient_errors", None), ("exists_per_call", "many"), ("transient_errors", 3)]
+    ("attribute", "value"), [("transient_errors", None), ("batch_values", "many"), ("transient_errors", 3)]
 )
 def test_a_store_with_nonsense_for_attributes_is_not_opened(kit, attribute, value):
-    nonsense = kit.DictStore()
+    nonsense = kit.BatchStore()
     setattr(nonsense, attribute, value)
     _, events = kit.pool(lambda: nonsense)
     assert "Error" in events.wait(Opened)[0].error

@@ -51,7 +51,7 @@ class Half(DictStore):
     closed = False
 
     def write_many(self, names, srcs):
-        return [True for _ in names]
+        return [None for _ in names]
 
     def close(self):
         type(self).closed = True
@@ -81,7 +81,7 @@ def opened(distributions, store_class):
 
 
 def test_half_an_ability_is_refused_when_the_store_is_opened_and_the_store_is_closed(distributions):
-    with pytest.raises(TierPluginError, match="Half has write_many but not read_many_into: SupportsBatch is both"):
+    with pytest.raises(TierPluginError, match="Half has write_many but not batch_values, read_many_into"):
         opened(distributions, Half)
     assert Half.closed
 

@@ -10,7 +10,7 @@ import pytest
 from tests import stores
 from tests.unit.secondary.async_tier import AsyncTier
 
-from kvtiers.api import ChunkStore, StoreFull, TierConfig, make_offload_key
+from kvtiers.api import ChunkStore, NotKept, TierConfig, make_offload_key
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover
@@ -79,21 +79,31 @@ class DictStore(stores.DictStore):
 
 class FullStore(DictStore):
     def write(self, name, src):
-        raise StoreFull("no room")
+        raise NotKept("no room")
 
 
 class BatchStore(DictStore):
-    """The same, several values at a time."""
+    """The same, several values at a time, each of which may lie in several views."""
+
+    batch_values = 32
 
     def read_many_into(self, names, dsts):
         self.calls.append(("read_many", tuple(names)))
-        return [DictStore.read_into(self, name, dst) for name, dst in zip(names, dsts, strict=True)]
+        lengths = []
+        for name, views in zip(names, dsts, strict=True):
+            whole = memoryview(bytearray(sum(map(len, views))))
+            lengths.append(DictStore.read_into(self, name, whole))
+            at = 0
+            for view in views if lengths[-1] else ():
+                view[:] = whole[at : at + len(view)]
+                at += len(view)
+        return lengths
 
     def write_many(self, names, srcs):
         self.calls.append(("write_many", tuple(names)))
-        for name, src in zip(names, srcs, strict=True):
-            self.values[name] = bytes(src)
-        return [True] * len(names)
+        for name, views in zip(names, srcs, strict=True):
+            self.values[name] = b"".join(views)
+        return [None] * len(names)
 
 
 class GatedStore(DictStore):

@@ -1,9 +1,9 @@
 """The public contract for tier authors: every name that a plugin may import.
 
 Three rungs: a blocking ``ChunkStore``, the abilities that a store may add to it (``SupportsBatch``,
-``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsAnyLength``, ``SupportsListing``,
-``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for tiers that bring their own asynchrony
-(``SupportsQuotas``, ``SupportsDiagnosis`` and ``SupportsStats`` are abilities of theirs).
+``SupportsPieces``, ``SupportsListing``, ``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for
+tiers that bring their own asynchrony (``SupportsQuotas``, ``SupportsDiagnosis`` and ``SupportsStats`` are abilities of
+theirs).
 """
 
 from kvtiers.api.config import BreakerConfig, Compression, Quotas, RateLimit, Secret, StrictModel, TierConfig
@@ -11,27 +11,22 @@ from kvtiers.api.errors import (
     ChunkCorrupt,
     ConfigError,
     KvtiersError,
+    NotKept,
     StartError,
     StoreContractError,
-    StoreFull,
     TierPluginError,
     TierUnavailable,
-    WritesRefused,
 )
 from kvtiers.api.keys import OffloadKey, block_hash_of, group_of, make_offload_key, tenant_of
 from kvtiers.api.plugin import API_VERSION, TierContext, TierPlugin, hookimpl, hookspec
 from kvtiers.api.store import (
     ChunkStore,
     Finding,
-    Refused,
     StoreEntry,
-    SupportsAnyLength,
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
-    SupportsParts,
     SupportsPieces,
-    SupportsScatter,
     SupportsStats,
 )
 from kvtiers.api.tenant_room import TenantRoom
@@ -57,10 +52,10 @@ __all__ = [
     "JobResult",
     "KvtiersError",
     "LookupResult",
+    "NotKept",
     "OffloadKey",
     "Quotas",
     "RateLimit",
-    "Refused",
     "SecondaryTierManager",
     "Secret",
     "Share",
@@ -68,16 +63,12 @@ __all__ = [
     "StartError",
     "StoreContractError",
     "StoreEntry",
-    "StoreFull",
     "StrictModel",
-    "SupportsAnyLength",
     "SupportsBatch",
     "SupportsDiagnosis",
     "SupportsListing",
-    "SupportsParts",
     "SupportsPieces",
     "SupportsQuotas",
-    "SupportsScatter",
     "SupportsStats",
     "TenantRoom",
     "TierConfig",
@@ -87,7 +78,6 @@ __all__ = [
     "TierRequest",
     "TierUnavailable",
     "TransferJob",
-    "WritesRefused",
     "block_hash_of",
     "group_of",
     "hookimpl",

@@ -246,7 +246,7 @@ class TierConfig(StrictModel):
     as an engine's ``/metrics``. One that is not named here is a label of ``kvtiers_tier_own_figure`` there."""
 
     when_full: ClassVar[str] = "give it more room, or have it evict by itself"
-    """What to do once the store takes no more values (``StoreFull``), for the line of the log that says so."""
+    """What to do once the store takes no more values (``NotKept``), for the line of the log that says so."""
 
     type: str = Field(description="the installed tier plugin's name")
     name: str = Field(default="", description="this tier's name in logs and metrics; default: its type")

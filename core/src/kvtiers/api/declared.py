@@ -13,29 +13,17 @@ from typing import Any
 from kvtiers.api.config import HOST_OPTIONS, TierConfig
 from kvtiers.api.store import (
     ChunkStore,
-    SupportsAnyLength,
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
-    SupportsParts,
     SupportsPieces,
-    SupportsScatter,
     SupportsStats,
 )
 from kvtiers.api.tier import SecondaryTierManager, SupportsQuotas
 
 __all__ = ["ABILITIES", "class_problems", "option_problems"]
 
-ABILITIES = (
-    SupportsBatch,
-    SupportsPieces,
-    SupportsParts,
-    SupportsScatter,
-    SupportsAnyLength,
-    SupportsListing,
-    SupportsDiagnosis,
-    SupportsStats,
-)
+ABILITIES = (SupportsBatch, SupportsPieces, SupportsListing, SupportsDiagnosis, SupportsStats)
 """The optional abilities of a store, each a runtime Protocol."""
 
 _OF_MANAGERS = (SupportsQuotas, SupportsDiagnosis, SupportsStats)
@@ -44,9 +32,10 @@ _CLOSE = 0.85  # 'diagnoze' and 'stat' are; 'state' is not
 _ORDINARY = frozenset({"status"})  # close to 'stats', and a sensible name for something else
 
 
-def methods_of(ability: type) -> list[str]:
-    """Return the methods that make up an ability."""
-    return [name for name, value in vars(ability).items() if inspect.isfunction(value) and not name.startswith("_")]
+def members_of(ability: type) -> list[str]:
+    """Return the methods and attributes that make up an ability."""
+    methods = [name for name, value in vars(ability).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return [*inspect.get_annotations(ability), *methods]
 
 
 def class_problems(tier_class: type) -> list[str]:
@@ -89,12 +78,12 @@ def _no_lookup(tier_class: type) -> Iterator[str]:
 
 def _half_abilities(tier_class: type) -> Iterator[str]:
     for ability in ABILITIES if issubclass(tier_class, ChunkStore) else ():
-        has = [name for name in methods_of(ability) if callable(getattr(tier_class, name, None))]
-        lacks = [name for name in methods_of(ability) if name not in has]
+        has = [name for name in members_of(ability) if getattr(tier_class, name, None) is not None]
+        lacks = [name for name in members_of(ability) if name not in has]
         if has and lacks:
             yield (
-                f"{tier_class.__name__} has {', '.join(has)} but not {', '.join(lacks)}: {ability.__name__} is both, "
-                f"so core would call neither; add {', '.join(lacks)}, or take {', '.join(has)} away"
+                f"{tier_class.__name__} has {', '.join(has)} but not {', '.join(lacks)}: {ability.__name__} is all of "
+                f"them, so core would use none; add {', '.join(lacks)}, or take {', '.join(has)} away"
             )
 
 
@@ -102,7 +91,7 @@ def _near_misses(tier_class: type) -> Iterator[str]:
     contract = ChunkStore if issubclass(tier_class, ChunkStore) else SecondaryTierManager
     abilities = ABILITIES if contract is ChunkStore else _OF_MANAGERS
     known = {name for name in vars(contract) if not name.startswith("_")}
-    known |= {name for ability in abilities for name in methods_of(ability)}
+    known |= {name for ability in abilities for name in members_of(ability)}
     own: dict[str, Any] = {name: value for part in _above(tier_class, contract) for name, value in vars(part).items()}
     for name in own:
         if name in known or name.startswith("_") or name in _ORDINARY:

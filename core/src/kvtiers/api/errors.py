@@ -8,8 +8,7 @@
     ├── StartError         an engine or a rank cannot start (region, layout, memory)
     ├── TierUnavailable    a tier's backend cannot be reached; counts towards its breaker
     ├── ChunkCorrupt       bytes came back that are not the ones stored for this key; a miss
-    ├── StoreFull          the store has no room; the write is dropped, without retry or breaker
-    │   └── WritesRefused  the same of a store that takes nothing for another reason, which the text says
+    ├── NotKept            the store does not keep a value; the write is dropped, without retry or breaker
     └── StoreContractError a store answered, or kept, what the contract does not allow: a bug of its plugin
 """
 
@@ -17,12 +16,11 @@ __all__ = [
     "ChunkCorrupt",
     "ConfigError",
     "KvtiersError",
+    "NotKept",
     "StartError",
     "StoreContractError",
-    "StoreFull",
     "TierPluginError",
     "TierUnavailable",
-    "WritesRefused",
 ]
 
 
@@ -54,15 +52,18 @@ class ChunkCorrupt(KvtiersError):  # noqa: N818 -- a state of the chunk, named a
     """A value's bytes are not those that were stored under its name."""
 
 
-class StoreFull(KvtiersError):  # noqa: N818 -- not an error of the tier: the write is simply dropped
-    """A store has no room for a value. Raised by ``ChunkStore.write``; drops this write and nothing else."""
+class NotKept(KvtiersError):  # noqa: N818 -- not an error of the tier: the write is simply dropped
+    """A store does not keep a value: raised by ``ChunkStore.write``, an answer of ``SupportsBatch.write_many``.
 
-
-class WritesRefused(StoreFull):
-    """A store that has room takes no values now, and is read as before: its disk has become read-only, for example.
-
-    Raised by ``ChunkStore.write``; drops this write and nothing else. Its text is the reason, which the log says.
+    Drops this write and nothing else. ``reason``: one line, which the log has. ``full``: there is no room for the
+    value, for now or at all (``dropped_full``); False: it is not taken for another reason, as by a disk that has become
+    read-only or a server of several that is down (``dropped_refused``).
     """
+
+    def __init__(self, reason: str, *, full: bool = True) -> None:
+        self.reason = reason
+        self.full = full
+        super().__init__(reason)
 
 
 class StoreContractError(KvtiersError):

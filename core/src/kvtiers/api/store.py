@@ -10,31 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
+from kvtiers.api.errors import NotKept
+
 __all__ = [
     "ChunkStore",
     "Finding",
-    "Refused",
     "StoreEntry",
-    "SupportsAnyLength",
     "SupportsBatch",
     "SupportsDiagnosis",
     "SupportsListing",
-    "SupportsParts",
     "SupportsPieces",
-    "SupportsScatter",
     "SupportsStats",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """An answer of ``write_many``, false as False is: the store takes values, but not this one now, and says why."""
-
-    reason: str
-    """One line: which part of the store, and what is the matter with it."""
-
-    def __bool__(self) -> bool:
-        return False
 
 
 class ChunkStore(ABC):
@@ -46,14 +33,13 @@ class ChunkStore(ABC):
     Names have at most 250 characters, each of ``a-z 0-9 . _ - /``, with ``/`` between their parts; no part is empty,
     ``.`` or ``..``. (A namespace of 64 characters, a model of 64 and vLLM's hashes of 32 bytes give 227.)
 
-    ``dst`` and ``src`` are flat 1-D views of bytes (``format "B"``) over exactly one value in the shared region. They
-    are valid only during the call: a store copies what it keeps. A buffer kept after the call is detected and fails the
-    job.
+    ``dst`` and ``src`` are flat 1-D views of bytes (``format "B"``), ``src`` over exactly one value. They are valid
+    only during the call: a store copies what it keeps. A buffer kept after the call is detected and fails the job.
 
-    An absent value is a return value, a failure is an exception, and a full store raises ``StoreFull``. A store of
+    An absent value is a return value, a failure is an exception, and what is not kept is ``NotKept``. A store of
     several servers of which one is lost raises if it can do nothing of what a call asks for; else it answers for the
-    others, and False (``write_many``: ``Refused``) for what lies on the lost one, at once and not after a timeout each,
-    and counts it in ``stats``.
+    others, and for what lies on the lost one it answers "absent" (``write_many``: ``NotKept(reason, full=False)``), at
+    once and not after a timeout each, and counts it in ``stats``.
 
     A store is used in the process that opened it, and must not fork without exec: a forked child has no access to the
     views, and is ended when it comes back from a call. Core opens one store for each tier; tiers that share a tier
@@ -65,16 +51,18 @@ class ChunkStore(ABC):
     transient_errors: ClassVar[tuple[type[Exception], ...]] = (ConnectionError, TimeoutError)
     """Exceptions after which the same call may succeed; core retries them inside the job's deadline."""
 
-    exists_per_call: ClassVar[int] = 256
-    """How many names one ``exists`` call should get. 1: asking is expensive, so core searches the prefix by
-    bisection, takes everything below a hit as present, and does not ask before it writes an unknown value."""
+    asks_one_by_one: ClassVar[bool] = False
+    """``exists`` is expensive for each name, as where it is a request each: so core asks for one name a call (up to
+    256 otherwise), searches a prefix by bisection, takes everything below a hit as present, and does not ask before it
+    writes an unknown value."""
 
     @abstractmethod
-    def read_into(self, name: str, dst: memoryview) -> bool:
-        """Fill all of ``dst`` with the value of this name and return True.
+    def read_into(self, name: str, dst: memoryview) -> int:
+        """Read the value of this name into the start of ``dst``; return the value's length in bytes.
 
-        Return False if there is no such value or it has another length than ``dst``; what ``dst`` holds then does
-        not matter. Raise on failure. May be called again for the same name, from several threads at once.
+        Return 0 if there is no such value, if it is empty, or if it is longer than ``dst``; what ``dst`` holds then,
+        and behind a shorter value, does not matter. Raise on failure. May be called again for the same name, from
+        several threads at once.
         """
 
     @abstractmethod
@@ -82,9 +70,9 @@ class ChunkStore(ABC):
         """Keep the bytes of ``src`` (read-only) under this name, replacing any older value.
 
         Atomic: another reader, also one in another process, sees the old value, the new one or none, never a mix;
-        and so it stays if this process is killed in the middle. Raise ``StoreFull`` to drop the write, also of a value
-        that can never fit, with the limit in its text: it is logged once, counted (``dropped_full``), and is no
-        failure of the tier. ``WritesRefused`` does the same for another reason than room (``dropped_refused``).
+        and so it stays if this process is killed in the middle. Raise ``NotKept`` to drop the write: there is no room,
+        also for a value that can never fit (with the limit in its text), or, with ``full=False``, nothing is written
+        now for another reason. It is logged once, counted, and is no failure of the tier.
         """
 
     @abstractmethod
@@ -122,23 +110,29 @@ class Finding:
 
 @runtime_checkable
 class SupportsBatch(Protocol):
-    """A store that moves several values per call faster than one by one, by pipelining for example."""
+    """A store that moves several values a call, or a value that lies in several places in memory, by itself.
 
-    def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
-        """Do ``read_into`` for each pair; one answer each, in order. An exception fails all of them.
+    Core moves all values by these two methods then; for any other store it makes them of ``read_into`` and ``write``, a
+    value a call, and copies together first what lies in several places. A value is given as 1 to 64 flat views of
+    bytes, one behind the other, each of any length but 0 and at any address: files and sockets take such lists as they
+    are (``os.preadv``, ``socket.sendmsg``).
+    """
 
-        At most 32 values in a call, and 16 MiB of values or one; their lengths may differ. May be called from several
-        threads at once, also for the same names. An answer of None is a mistake, and fails all of them.
+    batch_values: int
+    """At most so many values a call; core gives no more than 32, and 16 MiB of values or one."""
+
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> Sequence[int]:
+        """Do ``read_into`` for each name and the views of its ``dst``, in order; return the values' lengths, in order.
+
+        The room of a ``dst`` is that of its views together. May be called from several threads at once, also for the
+        same names. An exception fails all of them.
         """
 
-    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> "Sequence[bool | Refused]":
-        """Do ``write`` for each pair; one answer each, in order: False where the store was full.
+    def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> Sequence[NotKept | None]:
+        """Do ``write`` for each name and the views of its ``src``; return None for each value kept, in order.
 
-        As many as ``read_many_into`` gets. Each value is atomic, the call is not. ``StoreFull`` is False for all.
-
-        ``Refused(reason)``: the store cannot take this value now for another reason, as where its server of many is
-        down. It is dropped and counted (``dropped_refused``), the reason is said once, and it is no failure of the
-        tier. An exception fails all of them.
+        ``NotKept``, as an answer, drops that value; raised, it drops all of them. Each value is atomic, the call is
+        not. An exception of another kind fails all of them.
         """
 
 
@@ -159,56 +153,6 @@ class SupportsPieces(Protocol):
 
         None, before a piece, also if the value has another length than ``nbytes``. Core takes a piece before it asks
         for the next one, and keeps none. Raise on failure, also in the middle. May be called again for the same name.
-        """
-
-
-@runtime_checkable
-class SupportsParts(Protocol):
-    """A store that writes a value out of several places in memory by itself, as a file or a socket can.
-
-    Core has such values where they lie in a caller's own shared memory (``kvtiers.open_client``), where a row has no
-    room for the seal, or the seal is one store's own: it would have to copy them together before ``write``. A store
-    with ``SupportsBatch`` is not asked.
-    """
-
-    def write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Do ``write`` for the bytes of ``parts``, one behind the other: together they are the value.
-
-        1 to 64 flat, read-only views of bytes, each of any length but 0 and at any address, valid during the call
-        alone. Atomic, and ``StoreFull``, as with ``write``: readers see all parts of one call, or none.
-        """
-
-
-@runtime_checkable
-class SupportsScatter(Protocol):
-    """A store that reads a value into several places in memory by itself, as a file or a socket can.
-
-    Core asks it for values that a client's caller wants read straight into its own shared memory
-    (``get_into(..., in_place=True)``): else each is read into one piece of memory, and copied from there. A store with
-    ``SupportsBatch`` is not asked.
-    """
-
-    def read_parts_into(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Do ``read_into`` for ``parts``, one behind the other: together they are as long as the value, and filled.
-
-        1 to 64 flat, writable views of bytes, each of any length but 0 and at any address, valid during the call
-        alone. False if there is no such value or it has another length; what the parts hold then does not matter.
-        """
-
-
-@runtime_checkable
-class SupportsAnyLength(Protocol):
-    """A store that reads a value without being given its length, which ``compression`` of a tier needs.
-
-    What such a tier stores is shorter than the value, by how much is known after the read. Core's threads call the
-    method instead of ``read_into`` and ``read_many_into``; a store without it has no compression.
-    """
-
-    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
-        """Fill the start of each ``dst`` with the value of its name; return the lengths of the values, in order.
-
-        0: there is no such value, or it is longer than its ``dst``; what that holds then does not matter. As many names
-        as ``read_many_into`` gets, or one where the store has no ``SupportsBatch``. Raise on failure, which fails all.
         """
 
 

@@ -1,8 +1,9 @@
 """Bounce buffers: values beside the rows, for rows without room for a seal and for seals that only one store writes.
 
-Each thread has memory for the values that it works on at a time. A store's payload is copied there, sealed, and
-written from there; a load is read there, checked, and only what is sound is copied into its row. Half a value, or a
-damaged one, never touches such a row.
+Each thread has memory for the values that it works on at a time. The seal of a value that is stored is made there, and
+the payload is written from its row; it is copied beside the seal first where the value has to lie in one place. A load
+is read there, checked, and only what is sound is copied into its row. Half a value, or a damaged one, never touches
+such a row.
 
 As that copy is all that touches the row, the rows of a load that is given up can be released before its calls of the
 store have ended: its row fence (``transfer_queue.py``) lets no further value land.
@@ -12,7 +13,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
-from kvtiers.layout.borrowed_views import Loan, ValueViews
+from kvtiers.layout.borrowed_views import Place, ValueViews
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
 
 __all__ = ["BounceBufferViews", "beside_rows", "copy_memory", "value_views"]
@@ -36,10 +37,11 @@ def beside_rows(views: ValueViews, value_bytes: int) -> ValueViews:
 
 
 class _Stage(threading.local):
-    """One thread's bounce buffers, and the place of each row's value in them."""
+    """One thread's bounce buffers, the place of each row's value in them, and the rows whose values lie there whole."""
 
     memory: Mapping | None = None
     places: dict[int, int] = {}  # noqa: RUF012 -- replaced, never changed in place
+    joined: frozenset[int] = frozenset()
 
 
 class BounceBufferViews(ValueViews):
@@ -52,8 +54,8 @@ class BounceBufferViews(ValueViews):
         self._value_bytes = value_bytes
         self._stage = _Stage()
 
-    def begin(self, rows: Sequence[int], *, filled: bool) -> None:
-        """Give each row's value a place; ``filled``: with the row's bytes."""
+    def begin(self, rows: Sequence[int]) -> None:
+        """Give each row's value a place."""
         stage, nbytes = self._stage, len(rows) * self._value_bytes
         if stage.memory is None or stage.memory.nbytes < nbytes:
             size = _round_up(nbytes)
@@ -61,36 +63,52 @@ class BounceBufferViews(ValueViews):
             # A disk reads into whole stretches of memory far faster than into single pages.
             prefer_huge_pages(stage.memory)
         stage.places = {row: index * self._value_bytes for index, row in enumerate(rows)}
-        filling = min(self._row_stride, self._value_bytes)
-        for row, offset in stage.places.items() if filled else ():
-            copy_memory(self._region, self._offset(row, filling), stage.memory.view, offset, filling)
+        stage.joined = frozenset()
 
-    def has_parts(self, row: int, payload: int, most: int) -> bool:  # noqa: ARG002 -- claimed values may have more
-        """Return whether a value lies in so many parts at most."""
-        return True
+    def view_count(self, row: int, payload: int) -> int:
+        """Return in how many places a value lies that is written: its payload's, and that of the rest."""
+        return 1 if row in self._stage.joined else 1 + len(self._payload(row, payload))
+
+    def join(self, row: int, payload: int) -> None:
+        """Copy a value's payload to where its seal is."""
+        if row in self._stage.joined:
+            return
+        memory, at = self._beside(row, payload)
+        for region, offset, nbytes in self._payload(row, payload):
+            copy_memory(region, offset, memory, at, nbytes)
+            at += nbytes
+        self.set_joined(row)
+
+    def set_joined(self, row: int) -> None:
+        """Have the bytes of the bounce buffer, as of ``own``, be the value that is written."""
+        self._stage.joined |= {row}
 
     def parts(self, row: int, payload: int, nbytes: int) -> tuple[list[memoryview], memoryview]:
-        """Return core's own views of a value that was not copied: its payload in the row, and memory for the rest."""
-        memory, [offset] = self._places([row], [nbytes])
-        at = self._offset(row, payload)
-        return [self._region[at : at + payload]], memory[offset + payload : offset + nbytes]
+        """Return core's own views of a value that is written: of its payload, and of the memory for the rest of it."""
+        memory, at = self._beside(row, nbytes)
+        rest = memory[at + payload : at + nbytes]
+        if row in self._stage.joined:
+            return [memory[at : at + payload]], rest
+        return [region[offset : offset + length] for region, offset, length in self._payload(row, payload)], rest
 
-    def borrow_parts(self, row: int, payload: int, nbytes: int, *, readonly: bool = True) -> tuple[Loan, Loan]:
-        """Return loans of a value's payload in its row and of the rest of it."""
-        memory, [offset] = self._places([row], [nbytes])
-        return (
-            Loan(self._region, [(self._offset(row, payload), payload)], readonly=readonly),
-            Loan(memory, [(offset + payload, nbytes - payload)], readonly=readonly),
-        )
+    def places(self, row: int, payload: int, nbytes: int) -> list[Place]:
+        """Return where a value lies that is written."""
+        memory, at = self._beside(row, nbytes)
+        if row in self._stage.joined:
+            return [(memory, at, nbytes)]
+        return [*self._payload(row, payload), (memory, at + payload, nbytes - payload)]
 
-    def is_given(self, row: int) -> bool:  # noqa: ARG002 -- a claim may be revoked
-        """Return whether the row is still the job's, so that what was read from it is its value."""
-        return True
+    def _payload(self, row: int, payload: int) -> list[Place]:
+        return [(self._region, self._offset(row, payload), payload)]
+
+    def _beside(self, row: int, nbytes: int) -> tuple[memoryview, int]:
+        memory, [at] = self._places([row], [nbytes])
+        return memory, at
 
     def land(self, row: int, nbytes: int) -> bool:
         """Copy the first ``nbytes`` of the value into the row."""
-        memory, [offset] = self._places([row], [nbytes])
-        copy_memory(memory, offset, self._region, self._offset(row, nbytes), nbytes)
+        memory, at = self._beside(row, nbytes)
+        copy_memory(memory, at, self._region, self._offset(row, nbytes), nbytes)
         return True
 
     def end(self, *, kept: bool) -> None:

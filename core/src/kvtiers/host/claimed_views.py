@@ -7,7 +7,7 @@ bounce buffers.
 from collections.abc import Sequence
 
 from kvtiers.host.bounce_buffers import BounceBufferViews, copy_memory
-from kvtiers.layout.borrowed_views import Loan
+from kvtiers.layout.borrowed_views import Place
 from kvtiers.region.claims import ClaimRevoked, ClaimTable
 
 __all__ = ["ClaimedViews"]
@@ -23,40 +23,25 @@ class ClaimedViews(BounceBufferViews):
         super().__init__(memoryview(b""), 1, value_bytes)
         self.table = table
 
-    def fill(self, row: int, payload: int) -> None:
+    def join(self, row: int, payload: int) -> None:
         """Copy a value's parts into its bounce buffer; ClaimRevoked if they may be any bytes by now."""
-        memory, [at] = self._places([row], [payload])
-        for offset, nbytes in self.table.parts(row, payload)[0]:
-            copy_memory(self.table.region, offset, memory, at, nbytes)
-            at += nbytes
-        if not self.is_given(row):
+        super().join(row, payload)
+        if not self._is_open(row):
             raise ClaimRevoked
 
     def is_in_place(self, row: int, payload: int) -> bool:
         """Return whether a value may be read straight into its parts."""
         return self.table.parts(row, payload)[1]
 
-    def has_parts(self, row: int, payload: int, most: int) -> bool:
-        """Return whether a value lies in so many parts at most."""
-        return len(self.table.parts(row, payload)[0]) <= most
-
-    def parts(self, row: int, payload: int, nbytes: int) -> tuple[list[memoryview], memoryview]:
-        """Return core's own views of a value's parts, and of memory for the rest."""
-        memory, [at] = self._places([row], [nbytes])
-        parts, _ = self.table.parts(row, payload)
-        own = [self.table.region[offset : offset + length] for offset, length in parts]
-        return own, memory[at + payload : at + nbytes]
-
-    def borrow_parts(self, row: int, payload: int, nbytes: int, *, readonly: bool = True) -> tuple[Loan, Loan]:
-        """Return loans of a value's parts and of the rest of it."""
-        memory, [at] = self._places([row], [nbytes])
-        return (
-            Loan(self.table.region, self.table.parts(row, payload)[0], readonly=readonly),
-            Loan(memory, [(at + payload, nbytes - payload)], readonly=readonly),
-        )
+    def _payload(self, row: int, payload: int) -> list[Place]:
+        region = self.table.region
+        return [(region, offset, nbytes) for offset, nbytes in self.table.parts(row, payload)[0]]
 
     def is_given(self, row: int) -> bool:
         """Return whether the call was not over when the parts had been read."""
+        return row in self._stage.joined or self._is_open(row)
+
+    def _is_open(self, row: int) -> bool:
         with self.table.held(row) as held:
             return held.is_open
 

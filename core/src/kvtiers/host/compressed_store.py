@@ -5,7 +5,8 @@ compressed and decompressed, in memory of the calling thread. A stored value tha
 compressed, as from before the option was set: it is read all the same. What cannot be decompressed is given on without
 a seal, and so is found to be damaged, counted and deleted like any such value; what is of another format is absent.
 
-Abilities by which a store moves bytes between its backend and a row are of no use here, and are not asked for.
+It has ``SupportsBatch`` over whatever moves the store's values (``one_by_one``). Pieces of a compressed value are of no
+use here, and are not asked for.
 """
 
 import threading
@@ -13,21 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtiers._failures import plugin_boundary
-from kvtiers.api import (
-    ChunkStore,
-    Compression,
-    ConfigError,
-    Refused,
-    StoreContractError,
-    SupportsAnyLength,
-    SupportsBatch,
-    SupportsStats,
-)
+from kvtiers.api import ChunkStore, Compression, NotKept, StoreContractError, SupportsBatch, SupportsStats
 from kvtiers.api.answers import kept_each, lengths_each, present_each
 from kvtiers.host.bounce_buffers import copy_memory
+from kvtiers.host.one_by_one import OneByOne
 from kvtiers.layout.borrowed_views import Loan
 from kvtiers.layout.cache_layout import SEAL_BYTES
-from kvtiers.layout.compressed_value import ValueCompressor
+from kvtiers.layout.compressed_value import ValueCompressor, compressed_length, is_compressed
 from kvtiers.layout.seal import SealVerdict
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
 
@@ -40,11 +33,8 @@ _Place = tuple[int, int]
 
 
 def compressed_store(store: ChunkStore, compression: Compression) -> ChunkStore:
-    """Return the store as a host is to use it with this option. ConfigError, one line, if it cannot be used with it."""
-    if compression == "none":
-        return store
-    kind = _CompressedBatches if isinstance(store, SupportsBatch) else CompressedStore
-    return kind(store, ValueCompressor(), writes=compression != "read")
+    """Return the store as a host is to use it with this option."""
+    return store if compression == "none" else CompressedStore(store, ValueCompressor(), writes=compression != "read")
 
 
 class _Memory(threading.local):
@@ -59,34 +49,69 @@ class CompressedStore(ChunkStore):
     ``store`` gets views that are checked after each call, as is done without compression.
     """
 
+    batch_values = 1
+
     def __init__(self, store: ChunkStore, compressor: ValueCompressor, *, writes: bool) -> None:
-        if not isinstance(store, SupportsAnyLength):
-            raise ConfigError(
-                f"'compression' needs a store that reads values of any length, and {type(store).__name__} has no "
-                "read_any_into() (SupportsAnyLength); set 'compression: none'"
-            )
         self.transient_errors = store.transient_errors  # type: ignore[misc]  # this store's, as they are that one's
-        self.exists_per_call = store.exists_per_call  # type: ignore[misc]
-        self._store: ChunkStore = store
-        self._reads: SupportsAnyLength = store
+        self.asks_one_by_one = store.asks_one_by_one  # type: ignore[misc]
+        self._store = store
+        self._batches: SupportsBatch = store if isinstance(store, SupportsBatch) else OneByOne(store)
+        self.batch_values = self._batches.batch_values
+        self._methods = ("read_into", "write") if self._batches is not store else ("read_many_into", "write_many")
         self._compressor = compressor
         self._writes = writes
         self._memory = _Memory()
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("values", "value_bytes", "stored_bytes", "unchanged_values", "damaged_values"), 0)
 
-    def read_into(self, name: str, dst: memoryview) -> bool:
+    def read_into(self, name: str, dst: memoryview) -> int:
         """Read the stored form of the value, and decompress it into ``dst``."""
-        return self._read([name], [dst])[0]
+        return self.read_many_into([name], [[dst]])[0]
 
     def write(self, name: str, src: memoryview) -> None:
         """Write the compressed value, or the value as it is where it does not become shorter."""
-        [nbytes] = self._compress([src])
-        if nbytes:
-            self._with_views("write", [(0, nbytes)], lambda views: self._store.write(name, views[0]), readonly=True)
-        else:
-            self._store.write(name, src)
-        self._count_written([src], [nbytes])
+        [answer] = self.write_many([name], [[src]])
+        if answer is not None:
+            raise answer
+
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[int]:
+        """Read the stored forms in one call of the store, and decompress them."""
+        sizes = [sum(map(len, views)) for views in dsts]
+        memory, places = self._places(sizes)
+        method = self._methods[0]
+
+        def read(forms: list[memoryview]) -> list[int]:
+            answers = self._batches.read_many_into(names, [[form] for form in forms])
+            return lengths_each(self._store, method, sizes, answers)
+
+        lengths = self._with_views(method, places, read, readonly=False)
+        found = zip(places, lengths, dsts, strict=True)
+        return [self._restore_views(memory, at, nbytes, views) for (at, _), nbytes, views in found]
+
+    def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> list[NotKept | None]:
+        """Write the compressed values in one call of the store; as they are those that do not become shorter."""
+        sizes = [sum(map(len, views)) for views in srcs]
+        whole = [views[0] if len(views) == 1 else memoryview(b"".join(views)) for views in srcs]
+        lengths, at, places = self._compress(whole), 0, list[_Place]()
+        for size, nbytes in zip(sizes, lengths, strict=True):
+            if nbytes:
+                places.append((at, nbytes))
+            at += size
+
+        def write(views: list[memoryview]) -> list[NotKept | None]:
+            shorter = iter(views)
+            forms = [[next(shorter) if nbytes else view] for view, nbytes in zip(whole, lengths, strict=True)]
+            return kept_each(self._store, names, self._batches.write_many(names, forms))
+
+        answers = self._with_views(self._methods[1], places, write, readonly=True) if places else write([])
+        kept = [(size, nbytes) for size, nbytes, no in zip(sizes, lengths, answers, strict=True) if no is None]
+        self._count(
+            values=len(kept),
+            value_bytes=sum(size for size, _ in kept),
+            stored_bytes=sum(nbytes or size for size, nbytes in kept),
+            unchanged_values=sum(not nbytes for _, nbytes in kept),
+        )
+        return answers
 
     def exists(self, names: Sequence[str]) -> Sequence[bool]:
         """Ask the store."""
@@ -109,29 +134,30 @@ class CompressedStore(ChunkStore):
         """Close the store."""
         self._store.close()
 
-    def _read(self, names: Sequence[str], dsts: Sequence[memoryview]) -> list[bool]:
-        sizes = [len(dst) for dst in dsts]
-        memory, places = self._places(sizes)
-        lengths = self._with_views(
-            "read_any_into",
-            places,
-            lambda views: lengths_each(self._store, names, sizes, self._reads.read_any_into(names, views)),
-            readonly=False,
-        )
-        return [
-            self._restore(memory, at, nbytes, dst) for (at, _), nbytes, dst in zip(places, lengths, dsts, strict=True)
-        ]
+    def _restore_views(self, stored: memoryview, at: int, nbytes: int, views: Sequence[memoryview]) -> int:
+        if len(views) == 1:
+            return self._restore(stored, at, nbytes, views[0])
+        whole = memoryview(bytearray(sum(map(len, views))))
+        length, end = self._restore(stored, at, nbytes, whole), 0
+        for view in views:
+            view[:] = whole[end : end + len(view)]
+            end += len(view)
+        return length
 
-    def _restore(self, memory: memoryview, at: int, nbytes: int, dst: memoryview) -> bool:
-        """Fill ``dst`` from its stored form; False if it is none."""
-        if nbytes == len(dst):
-            copy_memory(memory, at, dst, 0, nbytes)
-            return True
-        verdict = self._compressor.decompress(memory[at : at + nbytes], dst)
+    def _restore(self, stored: memoryview, at: int, nbytes: int, dst: memoryview) -> int:
+        """Fill the start of ``dst`` from a stored form; return the value's length, 0 if it is of another format."""
+        form = stored[at : at + nbytes]
+        if nbytes == len(dst) or not is_compressed(form):
+            copy_memory(stored, at, dst, 0, nbytes)
+            return nbytes
+        length = compressed_length(form) or 0
+        if not SEAL_BYTES <= length <= len(dst):
+            return 0
+        verdict = self._compressor.decompress(form, dst[:length])
         if verdict is SealVerdict.CORRUPT:
-            dst[-SEAL_BYTES:] = _NO_SEAL  # its verdict is the seal's check's, which deletes and counts it
+            dst[length - SEAL_BYTES : length] = _NO_SEAL  # its verdict is the seal's check's, which deletes it
             self._count(damaged_values=1)
-        return verdict is not SealVerdict.FOREIGN
+        return 0 if verdict is SealVerdict.FOREIGN else length
 
     def _compress(self, srcs: Sequence[memoryview]) -> list[int]:
         """Put the values' compressed forms into this thread's memory; return their lengths, 0: as it is."""
@@ -170,42 +196,7 @@ class CompressedStore(ChunkStore):
         self._memory.mapping = mapping
         return answer
 
-    def _count_written(self, srcs: Sequence[memoryview], lengths: Sequence[int]) -> None:
-        sizes = [len(src) for src in srcs]
-        stored = [nbytes or size for nbytes, size in zip(lengths, sizes, strict=True)]
-        unchanged = sum(not nbytes for nbytes in lengths)
-        self._count(values=len(sizes), value_bytes=sum(sizes), stored_bytes=sum(stored), unchanged_values=unchanged)
-
     def _count(self, **more: int) -> None:
         with self._lock:
             for name, count in more.items():
                 self._counts[name] += count
-
-
-class _CompressedBatches(CompressedStore):
-    """A compressed store over one with ``SupportsBatch``."""
-
-    _store: SupportsBatch  # type: ignore[assignment]
-
-    def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
-        """Read the values in one call of the store."""
-        return self._read(names, dsts) if names else []
-
-    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool | Refused]:
-        """Write the values in one call of the store."""
-        lengths, at = self._compress(srcs), 0
-        places = list[_Place]()
-        for src, nbytes in zip(srcs, lengths, strict=True):
-            if nbytes:
-                places.append((at, nbytes))
-            at += len(src)
-
-        def write(views: list[memoryview]) -> list[bool | Refused]:
-            shorter = iter(views)
-            forms = [next(shorter) if nbytes else src for src, nbytes in zip(srcs, lengths, strict=True)]
-            return kept_each(self._store, names, self._store.write_many(names, forms))
-
-        kept = self._with_views("write_many", places, write, readonly=True) if places else write([])
-        taken = [i for i, answer in enumerate(kept) if answer]
-        self._count_written([srcs[i] for i in taken], [lengths[i] for i in taken])
-        return kept

@@ -13,6 +13,8 @@ from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["Presence"]
 
+_NAMES_PER_CALL = 256
+
 
 class Presence:
     """Asks one store. Used by several threads at once. ``names_per_call``: how many names it takes in one question."""
@@ -22,7 +24,7 @@ class Presence:
         self._attempts = attempts
         self._known = known
         self._store_log = store_log
-        self.names_per_call = max(1, int(store.exists_per_call))
+        self.names_per_call = 1 if store.asks_one_by_one else _NAMES_PER_CALL
 
     def probe(
         self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float, *, is_prefix: bool

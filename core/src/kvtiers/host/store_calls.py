@@ -1,8 +1,8 @@
 """The calls of a store: how each is made, how often it is tried, and which answers are remembered.
 
-A value is moved by a call of its own, in a batch or in pieces, by the store's abilities. What a store has in memory of
-its own anyway is copied into the row and hashed piece by piece: a hash over what is in the processor's cache takes a
-third of the time.
+Values are moved by the two methods of ``SupportsBatch``, the store's own or those that ``one_by_one`` makes of its
+four. What a store has in memory of its own anyway (``SupportsPieces``) is copied into the row and hashed piece by
+piece: a hash over what is in the processor's cache takes a third of the time.
 
 A call is made under the tier's rate limit, and repeated after a transient error until a deadline. Loads and probes have
 requests that wait for them, stores have none. So loads and probes take the next turn and borrow from the token bucket;
@@ -22,26 +22,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from kvtiers._failures import error_message, error_text, plugin_boundary, same_process
-from kvtiers.api import (
-    ChunkStore,
-    RateLimit,
-    Refused,
-    StoreContractError,
-    StoreFull,
-    SupportsBatch,
-    SupportsParts,
-    SupportsPieces,
-    SupportsScatter,
-    WritesRefused,
-)
-from kvtiers.api.answers import found, found_each, kept_each
+from kvtiers._failures import error_text, plugin_boundary, same_process
+from kvtiers.api import ChunkStore, NotKept, RateLimit, StoreContractError, SupportsBatch, SupportsPieces
+from kvtiers.api.answers import kept_each, lengths_each
 from kvtiers.host.messages import Status, drop_oldest
+from kvtiers.host.one_by_one import OneByOne
 from kvtiers.layout.seal import PayloadHash
 
 __all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls", "StoreLog", "plugin_place"]
@@ -58,54 +47,35 @@ _T = TypeVar("_T")
 _MOST_KNOWN = 65_536
 _CORE = f"{Path(__file__).parents[1]}{os.sep}"
 _HUNG = "hung"  # in place of an exception's name
-_Source = TypeVar("_Source")
 
 
 class StoreCalls:
-    """Makes the calls of one store, to be made as often as it takes. Used by many threads."""
+    """Makes the calls of one store that move values, to be made as often as it takes. Used by many threads."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
         self.full_because = ""
-        """What the store's last ``StoreFull`` said."""
+        """Why the store last had no room for a value."""
         self.refused_because = ""
-        """Why the store last could not take a value, while it took others."""
+        """Why the store last did not take a value for another reason."""
         # Looked at once: what a runtime Protocol is asked costs as much as moving a small value.
-        self._batched = store if isinstance(store, SupportsBatch) else None
-        self._pieces = store if isinstance(store, SupportsPieces) and self._batched is None else None
-        self._parts = store if isinstance(store, SupportsParts) and self._batched is None else None
-        self._scatter = store if isinstance(store, SupportsScatter) and self._batched is None else None
-
-    @property
-    def in_batches(self) -> bool:
-        """Return whether several values are moved in one call."""
-        return self._batched is not None
-
-    @property
-    def takes_parts(self) -> bool:
-        """Return whether the store writes a value out of several places by itself."""
-        return self._parts is not None
-
-    @property
-    def reads_parts(self) -> bool:
-        """Return whether the store reads a value into several places by itself."""
-        return self._scatter is not None
-
-    def method(self, *, is_load: bool) -> str:
-        """Return the name of the method that gets views of values to read or to write."""
-        one, many = ("read_into", "read_many_into") if is_load else ("write", "write_many")
-        return one if self._batched is None else many
+        self._batches: SupportsBatch = store if isinstance(store, SupportsBatch) else OneByOne(store)
+        self.is_batched = self._batches is store
+        """Whether the store itself takes several values a call, and a value in several views."""
+        self.batch_values = max(1, int(self._batches.batch_values))
+        self.read_method, self.write_method = (
+            ("read_many_into", "write_many") if self.is_batched else ("read_into", "write")
+        )
+        self._pieces = store if isinstance(store, SupportsPieces) and not self.is_batched else None
 
     def in_pieces(self, nbytes: int) -> bool:
         """Return whether values of this length are read by ``read_pieces``."""
         return self._pieces is not None and self._pieces.reads_in_pieces(nbytes)
 
-    def read(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[bool]]:
-        """Return the call that fills the views, and says for each whether it has."""
-        store, batched = self._store, self._batched
-        if batched is not None:
-            return lambda: found_each(store, "read_many_into", names, batched.read_many_into(names, views))
-        return lambda: [found(store, "read_into", store.read_into(names[0], views[0]))]
+    def read(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> Callable[[], list[int]]:
+        """Return the call that reads each value into its views, and gives the lengths."""
+        rooms = [sum(map(len, dst)) for dst in dsts]
+        return lambda: lengths_each(self._store, self.read_method, rooms, self._batches.read_many_into(names, dsts))
 
     def read_pieces(
         self, name: str, view: memoryview, payload_bytes: int, *, hashes: bool = True
@@ -141,57 +111,25 @@ class StoreCalls:
 
         return read
 
-    def read_parts(self, name: str, parts: Sequence[memoryview]) -> Callable[[], list[bool]]:
-        """Return the call that fills the parts with one value, and says whether it has."""
-        store = self._scatter
-        assert store is not None, "ask reads_parts first"
-        return lambda: [found(self._store, "read_parts_into", store.read_parts_into(name, parts))]
+    def write(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> Callable[[], list[Status]]:
+        """Return the call that writes each value out of its views, and says of each whether it was kept."""
 
-    def write(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[Status]]:
-        """Return the call that writes the views, and says of each whether it was taken."""
-        store, batched = self._store, self._batched
-        if batched is not None:
-            return self._if_room(
-                len(names), lambda: self._taken(kept_each(store, names, batched.write_many(names, views)))
-            )
-        return self._if_room(1, partial(_write_one, store.write, names[0], views[0]))
-
-    def write_parts(self, name: str, parts: Sequence[memoryview]) -> Callable[[], list[Status]]:
-        """Return the call that writes one value out of its parts, and says whether it was taken."""
-        store = self._parts
-        assert store is not None, "ask takes_parts first"
-        return self._if_room(1, partial(_write_one, store.write_parts, name, parts))
-
-    def _if_room(self, count: int, call: Callable[[], list[Status]]) -> Callable[[], list[Status]]:
         def write() -> list[Status]:
             try:
-                return call()
-            except WritesRefused as error:
-                self._note_refused(error_message(error))
-                return [Status.REFUSED] * count
-            except StoreFull as error:  # here, so that no definition of a transient error can have it retried
-                self.full_because = error_text(error)
-                return [Status.DROPPED] * count
+                answers = kept_each(self._store, names, self._batches.write_many(names, srcs))
+            except NotKept as error:  # here, so that no definition of a transient error can have it retried
+                return [self._status(error)] * len(names)
+            return [Status.DONE if answer is None else self._status(answer) for answer in answers]
 
         return write
 
-    def _note_refused(self, reason: str) -> None:
-        self.refused_because = " ".join(reason.split())[:_LONGEST_REASON] or "it does not say why"
-
-    def _taken(self, answers: Sequence[bool | Refused]) -> list[Status]:
-        taken = []
-        for answer in answers:
-            if isinstance(answer, Refused):
-                self._note_refused(str(answer.reason))
-                taken.append(Status.REFUSED)
-            else:
-                taken.append(Status.DONE if answer else Status.DROPPED)
-        return taken
-
-
-def _write_one(write: Callable[[str, _Source], None], name: str, source: _Source) -> list[Status]:
-    write(name, source)
-    return [Status.DONE]
+    def _status(self, error: NotKept) -> Status:
+        reason = " ".join(str(error.reason).split())[:_LONGEST_REASON] or "it does not say why"
+        if error.full:
+            self.full_because = reason
+            return Status.DROPPED
+        self.refused_because = reason
+        return Status.REFUSED
 
 
 class NoTimeLeft(Exception):  # noqa: N818 -- the deadline's doing, not the store's
@@ -394,9 +332,8 @@ class StoreLog:
         """Log that the store has no room for a value of this length: for now, or at all. ``reason``: what it says."""
         if not self._was_full:
             self._was_full = True
-            why = reason or "write_many returned False for it"
             text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
-            _log.warning(text, self._label, nbytes, why, extra={"once": True})
+            _log.warning(text, self._label, nbytes, reason, extra={"once": True})
 
 
 class _WatchedCall(plugin_boundary):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import (
@@ -25,7 +25,7 @@ from kvtiers.api import (
 from kvtiers.encryption.keyed_names import KeyedNames
 from kvtiers.encryption.keys import KeyRing, SealingKey
 from kvtiers.encryption.seal import decrypt_value, encrypt_value
-from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
+from kvtiers.host.bounce_buffers import beside_rows
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.host.messages import Status
@@ -33,8 +33,8 @@ from kvtiers.host.presence import Presence
 from kvtiers.host.quotas import TenantQuotas
 from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls, StoreLog
 from kvtiers.host.value_run import Moved, ValueRun
-from kvtiers.layout.borrowed_views import Loan, ValueViews
-from kvtiers.layout.seal import SealVerdict, check_parts, check_value, seal_parts, seal_value
+from kvtiers.layout.borrowed_views import LentValues, Loan, ValueViews
+from kvtiers.layout.seal import SealVerdict, check_parts, check_value, seal_parts
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.claims import ClaimRevoked
 
@@ -49,7 +49,7 @@ _NO_KEY = "their tenant's key cannot be read; the log says why"
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
 _DELETED_PER_CALL = 256
-_MOST_PARTS = 63  # of a payload: the rest of its value is another one
+_MOST_VIEWS = 64  # of one value
 _TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
 _NOT_TAKEN = frozenset({Status.DROPPED, Status.REFUSED})
 _Answer = TypeVar("_Answer")
@@ -107,6 +107,11 @@ class _Value(NamedTuple):
     nbytes: int
     key: SealingKey | None
 
+    @property
+    def where(self) -> tuple[int, int, int]:
+        """Its row, and the lengths of its payload and of all of it."""
+        return self.row, self.payload, self.nbytes
+
 
 class _Turn(threading.local):
     """The bytes that a thread has hashed and moved since it last gave way."""
@@ -162,10 +167,8 @@ class ValueMover:
         # host is writing, and one of the two would store the other's.
         self._store_views = beside_rows(views, largest) if epoch or keys is not None else views
         self._load_views = views if keys is None else self._store_views
-        self._takes_parts = self._calls.takes_parts and keys is None
-        takes_parts = self._takes_parts and isinstance(self._store_views, BounceBufferViews)
-        self._part_views = cast("BounceBufferViews", self._store_views) if takes_parts else None
-        self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._calls.in_batches else 1
+        self._most_views = _MOST_VIEWS if self._calls.is_batched else 1
+        self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest, self._calls.batch_values))
 
     def set_rate_limit(self, limit: RateLimit) -> None:
         """Make calls under another rate limit from now on."""
@@ -335,172 +338,146 @@ class ValueMover:
 
     def _move(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
-        if self._claimed is not None and values[0].row >= self._claimed.table.first:
-            return self._move_claimed(moved, run, values, self._claimed, is_load=is_load)
         views = self._load_views if is_load else self._store_views
-        in_parts = None if is_load else self._part_views
-        is_copied = not is_load and in_parts is None and self._keys is None
-        views.begin([value.row for value in values], filled=is_copied)
+        if self._claimed is not None and values[0].row >= self._claimed.table.first:
+            views = self._claimed
+        views.begin([value.row for value in values])
         try:
-            if in_parts is not None:
-                return self._store_in_parts(moved, run, values[0], in_parts)
-            return self._move_begun(moved, run, values, views, is_load=is_load)
-        finally:
-            views.end(kept=bool(moved.kept))
-
-    def _move_claimed(
-        self, moved: Moved, run: ValueRun, values: Sequence[_Value], views: ClaimedViews, *, is_load: bool
-    ) -> bool:
-        """Move values that lie in a caller's memory, which may get it back at any time."""
-        first = values[0]
-        views.begin([value.row for value in values], filled=False)
-        try:
-            if is_load:
-                in_place = self._calls.reads_parts and views.is_in_place(first.row, first.payload)
-                if in_place and self._keys is None and views.has_parts(first.row, first.payload, _MOST_PARTS):
-                    return self._load_in_place(moved, run, first, views)
-            elif self._takes_parts and views.has_parts(first.row, first.payload, _MOST_PARTS):
-                return self._store_in_parts(moved, run, first, views)
-            elif self._keys is None:
-                for value in values:
-                    views.fill(value.row, value.payload)
-            return self._move_begun(moved, run, values, views, is_load=is_load)
+            if not is_load:
+                return self._store_begun(moved, run, values, views)
+            if isinstance(views, ClaimedViews) and self.batch_values == 1 and self._is_in_place(values[0], views):
+                return self._load_in_place(moved, run, values[0], views)
+            return self._load_begun(moved, run, values, views)
         except ClaimRevoked:
             moved.error = moved.error or _CALL_OVER
             return False
         finally:
             views.end(kept=bool(moved.kept))
 
-    def _move_begun(
-        self, moved: Moved, run: ValueRun, values: Sequence[_Value], views: ValueViews, *, is_load: bool
-    ) -> bool:
-        """Move one batch whose views have begun, by one call of the store; False ends the run."""
-        if is_load and self._calls.in_pieces(values[0].nbytes):
-            return self._load_in_pieces(moved, run, values[0], views)
-        places, names, rows, payloads, sizes, keys = zip(*values, strict=True)
-        if not is_load:
-            for value, own in zip(values, views.own(rows, sizes), strict=True):
-                self._seal(run.names, views, value, own)
-                self._worked(value.payload)
-        method = self._calls.method(is_load=is_load)
-        loan = views.borrow(rows, sizes, readonly=not is_load)
-        # The views are in no variable here: it would keep the exporter when the store has dropped it.
-        found: list[bool] | None = None
-        taken: list[Status] | None = None
-        if is_load:
-            found = self._call(moved, run, values, self._calls.read(names, [*loan.views]), method, is_load=True)
-        else:
-            taken = self._call(moved, run, values, self._calls.write(names, [*loan.views]), method, is_load=False)
-        if not self._taken_back(moved, [loan], method):
+    def _store_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], views: ValueViews) -> bool:
+        """Store one batch whose views have begun, by one call of the store; False ends the run."""
+        for value in values:
+            self._seal(run.names, views, value)
+            self._worked(value.payload)
+        names, method = [value.name for value in values], self._calls.write_method
+        lent = LentValues([views.places(*value.where) for value in values], readonly=True)
+        # The views are in no variable here: it would keep the memory when the store has dropped it.
+        statuses = self._call(moved, run, values, self._calls.write(names, lent.views), method, is_load=False)
+        if not self._taken_back(moved, lent, method) or statuses is None:
             return False
-        if found is not None:
-            judged = zip(names, rows, views.own(rows, sizes), payloads, keys, found, strict=True)
-            statuses = [
-                self._judge(run, views, name, row, value, payload, key) if there else self._missing(name)
-                for name, row, value, payload, key, there in judged
-            ]
-        elif taken is not None:
-            statuses = self._written(moved, taken, max(sizes))
-        else:
-            return False
-        for place, nbytes, status in zip(places, sizes, statuses, strict=True):
-            moved.statuses[place] = status
-            moved.nbytes += nbytes if status is Status.DONE else 0
+        self._log_not_kept(moved, statuses, max(value.nbytes for value in values))
+        revoked = False
+        for value, status in zip(values, statuses, strict=True):
+            if status is Status.DONE and not views.is_given(value.row):
+                # Its parts may have changed after they were hashed: what was written would be found, and fail.
+                self._missing(value.name)
+                self._delete([value.name])
+                revoked = True
+                continue
+            self._end(moved, value, status)
+        if revoked:
+            raise ClaimRevoked
         return True
 
-    @staticmethod
-    def _seal(names: StorageNames, views: ValueViews, value: _Value, own: memoryview) -> None:
-        """Seal a value where a store's client will read it; one that is encrypted is written there by that."""
+    def _seal(self, names: StorageNames, views: ValueViews, value: _Value) -> None:
+        """Seal a value where it lies; one that is encrypted is written to the bounce buffer by that."""
         if value.key is None:
-            seal_value(own, value.payload, value.name, names.layout_id)
-            return
-        assert isinstance(views, BounceBufferViews), "else the row itself would be encrypted"
-        payload, _ = views.parts(value.row, value.payload, value.nbytes)
-        encrypt_value(payload, own, value.name, names.layout_id, value.key)
+            if views.view_count(value.row, value.payload) > self._most_views:
+                views.join(value.row, value.payload)
+            seal_parts(*views.parts(*value.where), value.name, names.layout_id)
+        else:
+            assert views.are_beside_rows, "else the row itself would be encrypted"
+            [own] = views.own([value.row], [value.nbytes])
+            encrypt_value(views.parts(*value.where)[0], own, value.name, names.layout_id, value.key)
         if not views.is_given(value.row):  # its parts may have changed meanwhile, and would be sealed as they are
             raise ClaimRevoked
+        if value.key is not None:
+            views.set_joined(value.row)
 
-    def _store_in_parts(self, moved: Moved, run: ValueRun, value: _Value, views: BounceBufferViews) -> bool:
-        """Store one value whose payload stays where it is, with a seal that does not."""
-        place = value.row, value.payload, value.nbytes
-        seal_parts(*views.parts(*place), value.name, run.names.layout_id)
-        if not views.is_given(value.row):
-            raise ClaimRevoked
-        self._worked(value.payload)
-        loans = views.borrow_parts(*place)
-        call = self._calls.write_parts(value.name, [view for loan in loans for view in loan.views])
-        answers = self._call(moved, run, [value], call, "write_parts", is_load=False)
-        del call
-        if not self._taken_back(moved, loans, "write_parts") or answers is None:
-            return False
-        [status] = self._written(moved, answers, value.nbytes)
-        if status is Status.DONE and not views.is_given(value.row):
-            # Its parts may have changed after they were hashed: what was written would be found, and fail.
-            self._missing(value.name)
-            self._delete([value.name])
-            raise ClaimRevoked
-        moved.statuses[value.place] = status
-        moved.nbytes += value.nbytes if status is Status.DONE else 0
-        return True
-
-    def _written(self, moved: Moved, statuses: list[Status], nbytes: int) -> list[Status]:
+    def _log_not_kept(self, moved: Moved, statuses: list[Status], nbytes: int) -> None:
         if Status.DROPPED in statuses:
             self._store_log.log_full(nbytes, self._calls.full_because)
         if Status.REFUSED in statuses:
             moved.error = self._calls.refused_because
-        return statuses
 
-    def _taken_back(self, moved: Moved, loans: Sequence[Loan], method: str) -> bool:
-        """End the loans of a call; False if the store has kept a buffer: its values have failed."""
-        kept = [loan for loan in loans if not loan.take_back()]
-        if kept:
-            moved.kept += kept
-            error = StoreContractError(self._store, method, _KEPT)
-            self._store_log.log_breach(error)
-            moved.error = str(error)
-        return not kept
+    def _taken_back(self, moved: Moved, lent: Loan | LentValues, method: str) -> bool:
+        """End the loan of a call; False if the store has kept a buffer: its values have failed."""
+        if lent.take_back():
+            return True
+        moved.kept.append(lent)
+        error = StoreContractError(self._store, method, _KEPT)
+        self._store_log.log_breach(error)
+        moved.error = str(error)
+        return False
+
+    def _load_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], views: ValueViews) -> bool:
+        """Load one batch whose views have begun, by one call of the store; False ends the run."""
+        own = views.own([value.row for value in values], [value.nbytes for value in values])
+        hashes: Sequence[bytes | None] = [None] * len(values)
+        if self._calls.in_pieces(values[0].nbytes):
+            [first], name = values, values[0].name
+            pieces = self._calls.read_pieces(name, own[0], first.payload, hashes=self._keys is None)
+            hashed = self._call(moved, run, values, pieces, "read_pieces", is_load=True)
+            if hashed is None:
+                return False
+            hashes, lengths = hashed, [0 if hashed[0] is None else first.nbytes]
+        else:
+            names, method = [value.name for value in values], self._calls.read_method
+            lent = views.borrow([value.row for value in values], [value.nbytes for value in values], readonly=False)
+            call = self._calls.read(names, [[view] for view in lent.views])
+            found = self._call(moved, run, values, call, method, is_load=True)
+            del call  # it holds the views
+            if not self._taken_back(moved, lent, method) or found is None:
+                return False
+            lengths = found
+        for value, view, length, payload_hash in zip(values, own, lengths, hashes, strict=True):
+            if length == value.nbytes:
+                status = self._judge(run, views, value, view, payload_hash)
+            else:
+                status = self._missing(value.name)
+            self._end(moved, value, status)
+        return True
+
+    @staticmethod
+    def _end(moved: Moved, value: _Value, status: Status) -> None:
+        moved.statuses[value.place] = status
+        moved.nbytes += value.nbytes if status is Status.DONE else 0
+
+    # -- loads straight into the memory of a client's caller (claims)
+
+    def _is_in_place(self, value: _Value, views: ClaimedViews) -> bool:
+        return (
+            self._keys is None
+            and views.is_in_place(value.row, value.payload)
+            and 1 < views.view_count(value.row, value.payload) <= self._most_views
+        )
 
     def _load_in_place(self, moved: Moved, run: ValueRun, value: _Value, views: ClaimedViews) -> bool:
         """Load one value straight into its parts, whose call cannot end before this ends, or this process."""
-        place = value.row, value.payload, value.nbytes
+        method = self._calls.read_method
         with views.table.held(value.row) as held:
             if not held.is_open:
                 raise ClaimRevoked
             views.table.unland(value.row)  # another tier's host may have landed it, and died
-            loans = views.borrow_parts(*place, readonly=False)
-            call = self._calls.read_parts(value.name, [view for loan in loans for view in loan.views])
-            answers = self._call(moved, run, [value], call, "read_parts_into", is_load=True)
+            lent = LentValues([views.places(*value.where)], readonly=False)
+            call = self._calls.read([value.name], lent.views)
+            lengths = self._call(moved, run, [value], call, method, is_load=True)
             del call
-            if not self._taken_back(moved, loans, "read_parts_into"):
+            if not self._taken_back(moved, lent, method):
                 held.is_kept = True
                 return False
-            if answers is None:
+            if lengths is None:
                 return False
             status = self._missing(value.name)
-            if answers[0]:
-                verdict = check_parts(*views.parts(*place), value.name, run.names.layout_id)
+            if lengths[0] == value.nbytes:
+                verdict = check_parts(*views.parts(*value.where), value.name, run.names.layout_id)
                 status = self._judged(verdict, value.name)
                 held.has_landed = status is Status.DONE
-        moved.statuses[value.place] = status
-        moved.nbytes += value.nbytes if status is Status.DONE else 0
+        self._end(moved, value, status)
         self._worked(value.payload)
         return True
 
-    def _load_in_pieces(self, moved: Moved, run: ValueRun, value: _Value, views: ValueViews) -> bool:
-        """Load one value that the store does not get a view for."""
-        [view] = views.own([value.row], [value.nbytes])
-        call = self._calls.read_pieces(value.name, view, value.payload, hashes=self._keys is None)
-        answers = self._call(moved, run, [value], call, "read_pieces", is_load=True)
-        if answers is None:
-            return False
-        [hashed] = answers
-        if hashed is None:
-            status = self._missing(value.name)
-        else:
-            status = self._judge(run, views, value.name, value.row, view, value.payload, value.key, hashed)
-        moved.statuses[value.place] = status
-        moved.nbytes += value.nbytes if status is Status.DONE else 0
-        return True
+    # -- calls, and what comes of them
 
     def _call(
         self,
@@ -537,22 +514,14 @@ class ValueMover:
             self._options.give_way()
 
     def _judge(
-        self,
-        run: ValueRun,
-        views: ValueViews,
-        name: str,
-        row: int,
-        value: memoryview,
-        payload: int,
-        key: SealingKey | None,
-        hashed: bytes | None = None,
+        self, run: ValueRun, views: ValueViews, value: _Value, own: memoryview, payload_hash: bytes | None
     ) -> Status:
         """Check a value that was read; copy a good one into its row, if it was read beside it."""
-        layout_id = run.names.layout_id
-        if key is not None:
-            verdict = decrypt_value(value, payload, name, layout_id, key)
+        name, layout_id, row, payload = value.name, run.names.layout_id, value.row, value.payload
+        if value.key is not None:
+            verdict = decrypt_value(own, payload, name, layout_id, value.key)
         else:
-            verdict = check_value(value, payload, name, layout_id, hashed)
+            verdict = check_value(own, payload, name, layout_id, payload_hash)
         status = self._judged(verdict, name)
         self._worked(payload)
         if status is Status.DONE and not run.land(lambda: views.land(row, payload)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtiers.host.messages import Status, StoreJob
 from kvtiers.host.value_run import Moved
-from kvtiers.layout.borrowed_views import Loan
+from kvtiers.layout.borrowed_views import LentValues, Loan
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["PoolJob", "RowFence", "Slice", "TransferQueue"]
@@ -75,7 +75,7 @@ class PoolJob:
     abandoned: bool = False
     failed_in_use: bool = False
     """It was reported as failed, with its result still to come."""
-    kept: list[Loan] = field(default_factory=list)
+    kept: list[Loan | LentValues] = field(default_factory=list)
     guard: RowFence = field(default_factory=RowFence)
 
     @classmethod

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtiers.api import OffloadKey
 from kvtiers.host.messages import Status
-from kvtiers.layout.borrowed_views import Loan
+from kvtiers.layout.borrowed_views import LentValues, Loan
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["Moved", "ValueRun"]
@@ -45,7 +45,7 @@ class Moved:
     nbytes: int = 0
     retries: int = 0
     error: str = ""
-    kept: list[Loan] = field(default_factory=list)
+    kept: list[Loan | LentValues] = field(default_factory=list)
 
     @classmethod
     def nothing(cls, count: int, error: str = "") -> "Moved":

@@ -18,7 +18,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Loan", "ValueViews"]
+__all__ = ["LentValues", "Loan", "Place", "ValueViews"]
+
+Place = tuple[memoryview, int, int]
+"""Memory, and an offset and a length in it."""
 
 _RETURN_SECONDS = 0.02  # a pool's thread holds its task's arguments for a moment after it has given the result
 _collecting = threading.Lock()  # a garbage collection that starts while another one runs does nothing at all
@@ -90,6 +93,32 @@ def _ends(ref: "weakref.ref[Any]", seconds: float) -> bool:
     return watch() is None
 
 
+class LentValues:
+    """The views of one call, as of a ``Loan``, of values each of which may lie in several places."""
+
+    __slots__ = ("_loans", "views")
+
+    def __init__(self, values: Sequence[Sequence[Place]], *, readonly: bool) -> None:
+        memories: dict[int, tuple[memoryview, list[tuple[int, int]]]] = {}
+        for places in values:
+            for memory, offset, nbytes in places:
+                memories.setdefault(id(memory), (memory, []))[1].append((offset, nbytes))
+        loans = {key: Loan(memory, spans, readonly=readonly) for key, (memory, spans) in memories.items()}
+        views = {key: iter([*loan.views]) for key, loan in loans.items()}
+        self._loans = [*loans.values()]
+        self.views = [[next(views[id(memory)]) for memory, _, _ in places] for places in values]
+
+    def take_back(self) -> bool:
+        """End the loan; False if the store kept a view, or a buffer made from one."""
+        self.views = []
+        returned = [loan.take_back() for loan in self._loans]
+        return all(returned)
+
+    def is_free(self) -> bool:
+        """Return whether nothing holds the memory any more; a view that has been released does not."""
+        return all(loan.is_free() for loan in self._loans)
+
+
 class ValueViews:
     """Cuts views of values out of a region of rows, bounds checked: a slice past the end would be silently short.
 
@@ -119,8 +148,31 @@ class ValueViews:
         self._region = memoryview(b"")
         self._rows = 0
 
-    def begin(self, rows: Sequence[int], *, filled: bool) -> None:
-        """Begin work on the values of these rows; ``filled``: with what the rows hold."""
+    def begin(self, rows: Sequence[int]) -> None:
+        """Begin work on the values of these rows."""
+
+    def view_count(self, row: int, payload: int) -> int:  # noqa: ARG002 -- as those where it depends on them
+        """Return in how many places a value lies that is written."""
+        return 1
+
+    def join(self, row: int, payload: int) -> None:
+        """Have a value that is written lie in one place."""
+
+    def set_joined(self, row: int) -> None:
+        """Have the bytes of ``own`` be the value that is written."""
+
+    def parts(self, row: int, payload: int, nbytes: int) -> tuple[list[memoryview], memoryview]:
+        """Return core's own views of a value that is written: of its payload, and of the memory for the rest of it."""
+        at = self._offset(row, nbytes)
+        return [self._region[at : at + payload]], self._region[at + payload : at + nbytes]
+
+    def places(self, row: int, payload: int, nbytes: int) -> list[Place]:  # noqa: ARG002 -- as above
+        """Return where a value lies that is written."""
+        return [(self._region, self._offset(row, nbytes), nbytes)]
+
+    def is_given(self, row: int) -> bool:  # noqa: ARG002 -- a claim may be revoked
+        """Return whether the row is still the job's, so that what was read from it is its value."""
+        return True
 
     def land(self, row: int, nbytes: int) -> bool:  # noqa: ARG002 -- as those that do something
         """Put the first ``nbytes`` of this value into its row, if they are not there; False: it is not the job's."""

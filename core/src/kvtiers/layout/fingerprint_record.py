@@ -74,7 +74,7 @@ def read_layout(store: ChunkStore, namespace: str, model: str, fingerprint: str 
     if not store.exists([name])[0]:
         return {}
     record = memoryview(mmap.mmap(-1, _RECORD_BYTES))  # on a page of its own, as a value in a row
-    if not store.read_into(name, record):
+    if store.read_into(name, record) != _RECORD_BYTES:
         return {}
     if check_value(record, _PAYLOAD_BYTES, name, _NO_LAYOUT) is not SealVerdict.OK:
         return {}

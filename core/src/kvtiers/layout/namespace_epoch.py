@@ -13,7 +13,7 @@ import re
 import secrets
 
 from kvtiers.api import ChunkCorrupt, ChunkStore, StoreContractError
-from kvtiers.api.answers import found, present_each
+from kvtiers.api.answers import length_of, present_each
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 
 __all__ = ["is_record", "new_epoch", "read_epoch", "write_epoch"]
@@ -46,7 +46,7 @@ def read_epoch(store: ChunkStore, namespace: str) -> str:
     if not present_each(store, [name], store.exists([name]))[0]:
         return ""
     record = memoryview(mmap.mmap(-1, _RECORD_BYTES))  # on a page of its own, as a value in a row
-    if not found(store, "read_into", store.read_into(name, record)):
+    if length_of(store, "read_into", _RECORD_BYTES, store.read_into(name, record)) != _RECORD_BYTES:
         raise _says_nothing(store, namespace)
     epoch = bytes(record[:_EPOCH_BYTES]).decode("latin-1")
     sound = check_value(record, _EPOCH_BYTES, name, _NO_LAYOUT) is SealVerdict.OK

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvtiers.api.declared import members_of
+
 __all__ = ["applies_to", "supports"]
 
 _Test = TypeVar("_Test", bound=Callable[..., object])
@@ -28,6 +30,6 @@ def supports(ability: type) -> Callable[[_Test], _Test]:
             raise AttributeError(
                 f"{tests.__name__}: set 'store_class' to your ChunkStore's class; its abilities decide what is tested"
             )
-        return issubclass(store_class, ability)
+        return all(getattr(store_class, name, None) is not None for name in members_of(ability))
 
     return applies_to(has_ability)

@@ -5,7 +5,7 @@
     ObjectStoreError                 a retry changes nothing: keys, rights, region, certificates
     └── ObjectStoreBusyError         the same request may succeed: time-outs, resets, 500s; core tries again
         └── ObjectStoreThrottledError    ... because there were too many requests
-    StoreFull (kvtiers)              a quota is used up
+    NotKept (kvtiers)                a quota is used up
 
 A service brings its own codes and what to do about them, as one ``Failures``.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from kvtiers.api import StoreFull
+from kvtiers.api import NotKept
 
 __all__ = ["Failures", "ObjectStoreBusyError", "ObjectStoreError", "ObjectStoreThrottledError"]
 
@@ -100,7 +100,7 @@ class Failures:
         if self.proxy and (may_be_the_proxys or code.startswith("Proxy")):
             text += f" (through the proxy {self.proxy})"
         if code in self.full or status == 507:
-            return StoreFull(text)
+            return NotKept(text)
         if code in self.throttles | _THROTTLES or status == 429:
             return ObjectStoreThrottledError(text, status, code)
         if code in self.passing | _PASSING or (status >= 500 and code != "NotImplemented"):

@@ -54,9 +54,9 @@ class ObstoreClient:
         self._failures = failures
         self._attributes: Any = attributes or None
 
-    def get(self, key: str, start: int, nbytes: int, total: int | None) -> Body | None:
-        """Request a part of an object. The headers say the object's length: with another one, no body is read."""
-        part: GetOptions | None = {"range": (start, start + nbytes)} if nbytes != (total or nbytes) else None
+    def get(self, key: str, start: int, nbytes: int, longest: int) -> Body | None:
+        """Request a part of an object. The headers say the object's length: of a longer one no body is read."""
+        part: GetOptions | None = {"range": (start, start + nbytes)} if nbytes != longest else None
         self._requests.count("get")
         try:
             found = obstore.get(self.store, key, options=part)
@@ -65,10 +65,10 @@ class ObstoreClient:
             if self.says_absent(error) or _status(str(error)) == "416":
                 return None
             raise self.failed(f"GET {key}", error) from None
-        meta = found.meta
-        if meta["size"] != total and (total is not None or meta["size"] > nbytes):
+        total = found.meta["size"]
+        if total > longest:
             return None
-        return Body(meta["e_tag"] or "", self._pieces(key, found, min(nbytes, meta["size"])))
+        return Body(found.meta["e_tag"] or "", total, self._pieces(key, found, min(nbytes, total - start)))
 
     def _pieces(self, key: str, found: "GetResult", nbytes: int) -> Iterator[bytes | memoryview]:
         left = nbytes

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvtiers_objectstore.failures import Failures
-from kvtiers_objectstore.values import ValueClient, read_into
+from kvtiers_objectstore.values import Body, ValueClient, read_into
 
 __all__ = ["Parts"]
 
@@ -32,20 +32,34 @@ class Parts(ABC):
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
         """Write an object in one upload. False, and nothing is changed, if ``only_new`` and there is one already."""
 
-    def read(self, key: str, dst: memoryview) -> bool:
-        """Fill ``dst`` from an object of its length; False: there is none."""
-        total = len(dst)
+    def read(self, key: str, dst: memoryview) -> int:
+        """Fill the start of ``dst`` from an object; return its length, 0: there is none, or it is longer.
 
-        def read_part(start: int) -> str | None:
+        All ranges are asked for as if the object were as long as ``dst``; the first answer says how long it is, and
+        what is behind its end is not asked for any more.
+        """
+        longest = len(dst)
+        end = longest
+
+        def read_part(start: int) -> Body | None:
+            nonlocal end
+            if start >= end:
+                return None
             with dst[start : start + self._size] as part:
-                return read_into(self._client, key, part, start, total)
+                body = read_into(self._client, key, part, start, longest)
+            end = min(end, start if body is None else body.total)
+            return body
 
-        etags = self.each(read_part, range(0, total, self._size))
-        if None in etags:
-            return False
-        if len(set(etags)) > 1:
+        bodies = self.each(read_part, range(0, longest, self._size))
+        if bodies[0] is None:
+            return 0
+        total = bodies[0].total
+        etags = {None if body is None else body.etag for body in bodies[: -(-total // self._size)]}
+        if None in etags:  # deleted meanwhile
+            return 0
+        if len(etags) > 1:
             raise self._failures.failure(f"GET {key}", 0, "Replaced")
-        return True
+        return total
 
     def each(self, work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """Do the work for each item; when all have ended, return their results or raise the first error.

@@ -10,7 +10,7 @@ from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, TierUnavai
 from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError
 from kvtiers_objectstore.parts import Parts
 from kvtiers_objectstore.requests import Requests
-from kvtiers_objectstore.values import ValueClient, read_any_into, read_into
+from kvtiers_objectstore.values import ValueClient, read_into
 
 __all__ = ["Access", "Bucket", "ObjectStore", "StoreOptions"]
 
@@ -59,7 +59,7 @@ class ObjectStore(ChunkStore):
     """
 
     transient_errors = (ObjectStoreBusyError,)
-    exists_per_call = 1
+    asks_one_by_one = True
 
     def __init__(self, options: StoreOptions, access: Access, *, read_only: bool = False) -> None:
         self._options = options
@@ -89,27 +89,13 @@ class ObjectStore(ChunkStore):
     def _settings(self) -> Iterable[Finding]:
         """Examine the bucket's settings."""
 
-    def read_into(self, name: str, dst: memoryview) -> bool:
-        """Read the object, a large one in ranges."""
+    def read_into(self, name: str, dst: memoryview) -> int:
+        """Read the object, in ranges where there is room for a large one."""
         key = self._prefix + name
         if len(dst) > self._options.part_size:
             return self._parts.read(key, dst)
-        return read_into(self._client, key, dst, 0, len(dst)) is not None
-
-    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
-        """Read each object; ask for the length first where there is room for one that is read in ranges."""
-        return [self._read_any(self._prefix + name, dst) for name, dst in zip(names, dsts, strict=True)]
-
-    def _read_any(self, key: str, dst: memoryview) -> int:
-        if len(dst) <= self._options.part_size:
-            return read_any_into(self._client, key, dst)
-        nbytes = self._client.size(key) or 0
-        if nbytes > len(dst):
-            return 0
-        with dst[:nbytes] as value:
-            if nbytes <= self._options.part_size:
-                return read_any_into(self._client, key, value)
-            return nbytes if self._parts.read(key, value) else 0
+        body = read_into(self._client, key, dst, 0, len(dst))
+        return 0 if body is None else body.total
 
     def reads_in_pieces(self, nbytes: int) -> bool:
         """Return whether a value is read in pieces: large ones are read in parallel ranges, straight into the row."""
@@ -118,10 +104,10 @@ class ObjectStore(ChunkStore):
     def read_pieces(self, name: str, nbytes: int) -> Iterable[bytes | memoryview] | None:
         """Read the object in one request."""
         body = self._client.get(self._prefix + name, 0, nbytes, nbytes)
-        return None if body is None else body.pieces
+        return None if body is None or body.total != nbytes else body.pieces
 
     def write(self, name: str, src: memoryview) -> None:
-        """Put the object, a large one as an upload in parts. StoreFull when a quota is used up."""
+        """Put the object, a large one as an upload in parts. NotKept when a quota is used up."""
         self._expect_writable()
         key = self._prefix + name
         put = self._parts.write if len(src) > self._options.part_size else self._client.write

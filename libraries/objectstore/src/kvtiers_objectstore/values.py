@@ -3,13 +3,17 @@
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-__all__ = ["Body", "ValueClient", "read_any_into", "read_into"]
+__all__ = ["Body", "ValueClient", "read_into"]
 
 
 class Body(NamedTuple):
-    """The requested part of an object, ETag and bytes in order; ``pieces`` raises the errors of ``failures``."""
+    """The requested part of an object; ``pieces``, its bytes in order, raises the errors of ``failures``.
+
+    ``total``: the length of the whole object.
+    """
 
     etag: str
+    total: int
     pieces: Iterable[bytes | memoryview]
 
 
@@ -18,11 +22,11 @@ class ValueClient(Protocol):
 
     name: str
 
-    def get(self, key: str, start: int, nbytes: int, total: int | None) -> Body | None:
-        """Request this many bytes from byte ``start`` on of an object of ``total`` bytes.
+    def get(self, key: str, start: int, nbytes: int, longest: int) -> Body | None:
+        """Request this many bytes from byte ``start`` on, or as many as there are, of an object.
 
-        ``total`` None: the whole object, if it is no longer than ``nbytes``. None, before a byte of the body is read,
-        if there is no such object or it has another length.
+        All of it where that is ``longest``, its longest length. None, before a byte of the body is read, if there is no
+        such object, if it is longer, or if it ends before ``start``.
         """
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
@@ -35,24 +39,16 @@ class ValueClient(Protocol):
         """Close the connections."""
 
 
-def read_into(client: ValueClient, key: str, dst: memoryview, start: int, total: int) -> str | None:
-    """Fill ``dst`` from byte ``start`` on of an object of ``total`` bytes; return its ETag, None if there is none."""
-    body = client.get(key, start, len(dst), total)
+def read_into(client: ValueClient, key: str, dst: memoryview, start: int, longest: int) -> Body | None:
+    """Fill ``dst`` from byte ``start`` on of an object, as far as it goes; return what came, None if there is none.
+
+    ``longest``: its longest length.
+    """
+    body = client.get(key, start, len(dst), longest)
     if body is None:
         return None
-    _fill(dst, body)
-    return body.etag
-
-
-def read_any_into(client: ValueClient, key: str, dst: memoryview) -> int:
-    """Fill the start of ``dst`` with an object; return its length, 0 if there is none or it is longer."""
-    body = client.get(key, 0, len(dst), None)
-    return 0 if body is None else _fill(dst, body)
-
-
-def _fill(dst: memoryview, body: Body) -> int:
     at = 0
     for piece in body.pieces:
         dst[at : at + len(piece)] = piece
         at += len(piece)
-    return at
+    return body

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from threading import Lock
 
-from kvtiers.api import ChunkStore, StoreEntry, StoreFull
+from kvtiers.api import ChunkStore, NotKept, StoreEntry
 
 
 class MemoryStore(ChunkStore):
@@ -15,24 +15,20 @@ class MemoryStore(ChunkStore):
         self._values: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
         self._lock, self._held = Lock(), 0
 
-    def read_into(self, name: str, dst: memoryview) -> bool:
-        """Fill ``dst``; what is read stays longer."""
+    def read_into(self, name: str, dst: memoryview) -> int:
+        """Fill the start of ``dst``; what is read stays longer."""
         with self._lock:
-            if len(value := self._values.get(name, b"")) != len(dst) or not value:
-                return False
+            value = self._values.get(name, b"")
+            if not 0 < len(value) <= len(dst):
+                return 0
             self._values.move_to_end(name)
-        dst[:] = value
-        return True
-
-    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
-        """Fill the start of the one ``dst``, as there are no batches."""
-        length = len(self._values.get(names[0], b""))
-        return [length if self.read_into(names[0], dsts[0][:length]) else 0]
+        dst[: len(value)] = value
+        return len(value)
 
     def write(self, name: str, src: memoryview) -> None:
         """Keep a copy, the most recently used; others make room for it."""
         if len(src) > self._capacity:
-            raise StoreFull(f"a value of {len(src)} bytes is larger than the whole store of {self._capacity} bytes")
+            raise NotKept(f"a value of {len(src)} bytes is larger than the whole store of {self._capacity} bytes")
         value = bytes(src)
         with self._lock:
             self._held += len(value) - len(self._values.pop(name, b""))

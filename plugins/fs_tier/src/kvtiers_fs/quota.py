@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import crc32
 
-from kvtiers.api import StoreFull
+from kvtiers.api import NotKept
 from kvtiers.api.units import format_size
 from kvtiers_fs.directory import Directory
 from kvtiers_fs.paths import SHARDS
@@ -182,14 +182,14 @@ class Ledger:
         self._step = capacity // _STEPS
 
     def claim(self, nbytes: int) -> None:
-        """Reserve room for one write, which ``settle`` releases; wait a moment for the evictor, then StoreFull.
+        """Reserve room for one write, which ``settle`` releases; wait a moment for the evictor, then NotKept.
 
         No process writes more than a step (1/128 of the capacity), or one value if that is more, without a report of
         its own, and without the reports of the others. So the capacity is exceeded by at most a step, or a value, for
         each process that writes at that moment, and only if evicting, which begins 5 % below it, does not keep up.
         """
         if nbytes > self._capacity:
-            raise StoreFull(f"a value of {format_size(nbytes)} is larger than the capacity")
+            raise NotKept(f"a value of {format_size(nbytes)} is larger than the capacity")
         with self._changed:
             if not self._fits(nbytes):
                 self._wait(nbytes)
@@ -203,7 +203,7 @@ class Ledger:
                 return
             # The next ones are refused at once: threads that wait here do not read.
             self._refuse_until = time.monotonic() + _REFUSE_SECONDS
-        raise StoreFull(f"no room: {format_size(self._known + self._net)} of {format_size(self._capacity)} are in use")
+        raise NotKept(f"no room: {format_size(self._known + self._net)} of {format_size(self._capacity)} are in use")
 
     def _fits(self, nbytes: int) -> bool:
         unreported = self._written + self._in_flight

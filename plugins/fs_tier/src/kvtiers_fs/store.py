@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull, WritesRefused
+from kvtiers.api import ChunkStore, ConfigError, Finding, NotKept, StoreEntry
 from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import TOO_LARGE, RootRemovedError
@@ -29,9 +29,13 @@ _CLOSE_SECONDS = 5.0
 class FsStore(ChunkStore):
     """Values under one directory. Opening it asks for the root and one small file, however many values there are.
 
+    It has the calls of ``SupportsBatch`` for values in several places; a value is a file, so a call moves one.
+
     A store that is read-only changes nothing at all, not even the values' last use. Another one has a thread, which
     removes what goes over the limits (``evictor``).
     """
+
+    batch_values = 1
 
     def __init__(self, config: FsConfig, *, read_only: bool = False) -> None:
         self._config = config
@@ -73,34 +77,39 @@ class FsStore(ChunkStore):
             self._ledger = self._evictor.ledger = Ledger(config.capacity, known, self._evictor.wake)
             self._evictor.start()
 
-    def read_into(self, name: str, dst: memoryview) -> bool:
-        """Fill ``dst`` from the value's file."""
-        return bool(self._files.read(place_of(name), [dst]))
+    def read_into(self, name: str, dst: memoryview) -> int:
+        """Fill the start of ``dst`` from the value's file."""
+        return self._files.read(place_of(name), [dst])
 
-    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
-        """Fill the start of each ``dst`` from its value's file."""
-        read = self._files.read
-        return [read(place_of(name), [dst], shorter=True) for name, dst in zip(names, dsts, strict=True)]
-
-    def read_parts_into(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Fill the parts from the value's file, which the system scatters."""
-        return bool(self._files.read(place_of(name), parts))
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> Sequence[int]:
+        """Fill the views of each from its file, which the system scatters."""
+        return [self._files.read(place_of(name), views) for name, views in zip(names, dsts, strict=True)]
 
     def write(self, name: str, src: memoryview) -> None:
-        """Write the value's file aside and rename it. StoreFull beyond the capacity or the free-space floor.
+        """Write the value's file aside and rename it. NotKept beyond the capacity or the free-space floor.
 
-        WritesRefused where the file system has become read-only.
+        Not full, but refused, where the file system has become read-only.
         """
-        self.write_parts(name, [src])
+        self._write_views(name, [src])
 
-    def write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write the value's file out of its parts, which the system gathers."""
+    def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> Sequence[NotKept | None]:
+        """Write each value's file out of its views, which the system gathers."""
+        return [self._is_kept(name, views) for name, views in zip(names, srcs, strict=True)]
+
+    def _is_kept(self, name: str, views: Sequence[memoryview]) -> NotKept | None:
+        try:
+            self._write_views(name, views)
+        except NotKept as error:
+            return error
+        return None
+
+    def _write_views(self, name: str, parts: Sequence[memoryview]) -> None:
         evictor, ledger = self._writable()
         nbytes, place = sum(map(len, parts)), place_of(name)
         try:
             self._expect_free(nbytes, evictor)
             ledger.claim(nbytes)
-        except StoreFull:
+        except NotKept:
             self._dropped += 1
             raise
         try:
@@ -111,14 +120,15 @@ class FsStore(ChunkStore):
         except OSError as error:
             if error.errno not in _FULL and error.errno != errno.EROFS:
                 self._directory.skip_closed(place.folder, error)
-                raise WritesRefused(f"{place.folder!r} may not be written to: {error.strerror}") from None
+                raise NotKept(f"{place.folder!r} may not be written to: {error.strerror}", full=False) from None
             self._dropped += 1
             if error.errno == errno.EROFS:  # as ext4 makes itself after an error of the disk: it is read all the same
-                raise WritesRefused(f"the file system of {str(self._config.path)!r} has become read-only") from None
+                path = str(self._config.path)
+                raise NotKept(f"the file system of {path!r} has become read-only", full=False) from None
             if error.errno == errno.EFBIG:  # removing others would not help
-                raise StoreFull(TOO_LARGE.format(what=f"a value of {nbytes} bytes")) from None
+                raise NotKept(TOO_LARGE.format(what=f"a value of {nbytes} bytes")) from None
             evictor.disk_is_full()
-            raise StoreFull(f"the disk has no room: {error.strerror}") from None
+            raise NotKept(f"the disk has no room: {error.strerror}") from None
         finally:
             ledger.settle(nbytes)
 
@@ -148,7 +158,7 @@ class FsStore(ChunkStore):
         return self._evictor, self._ledger
 
     def _expect_free(self, nbytes: int, evictor: Evictor) -> None:
-        """Raise StoreFull if this write would go below ``min_free``. Asks the system each second, oftener near it."""
+        """Raise NotKept if this write would go below ``min_free``. Asks the system each second, oftener near it."""
         until, room = self._room
         if time.monotonic() >= until or nbytes > room:
             # Half of it: other processes take from the same room until this one asks again.
@@ -156,7 +166,7 @@ class FsStore(ChunkStore):
             until = time.monotonic() + _FREE_SECONDS
             if nbytes > 2 * room:
                 evictor.disk_is_full()
-                raise StoreFull(f"the disk would have less than {format_size(self._config.min_free)} free")
+                raise NotKept(f"the disk would have less than {format_size(self._config.min_free)} free")
         self._room = (until, room - nbytes)
 
     def exists(self, names: Sequence[str]) -> Sequence[bool]:

@@ -25,7 +25,7 @@ from typing import Literal
 from kvtiers_fs.directory import GONE, TEMP_PREFIX, Directory
 from kvtiers_fs.paths import Place
 
-__all__ = ["LEAST_COLD", "ValueFiles", "behind", "is_cached", "try_direct"]
+__all__ = ["LEAST_COLD", "ValueFiles", "behind", "front", "is_cached", "try_direct"]
 
 _log = logging.getLogger("kvtiers_fs")
 _PAGE = 4096
@@ -90,11 +90,8 @@ class ValueFiles:
     def _is_expired(self, about: os.stat_result) -> bool:
         return self._max_age is not None and about.st_mtime < time.time() - self._max_age
 
-    def read(self, place: Place, parts: Sequence[memoryview], *, shorter: bool = False) -> int:
-        """Fill the parts, one behind the other; return the value's length, 0 if there is none of theirs.
-
-        ``shorter``: one that is shorter fills the start of them.
-        """
+    def read(self, place: Place, parts: Sequence[memoryview]) -> int:
+        """Fill the start of the parts, one behind the other; return the value's length, 0: there is none, or longer."""
         nbytes = sum(map(len, parts))
         try:
             fd = self._open(f"{place.folder}/{place.leaf}")
@@ -104,11 +101,11 @@ class ValueFiles:
             return 0
         try:
             about = os.fstat(fd)
-            if not self._is_value(about, nbytes, shorter=shorter):
+            if not self._is_value(about, nbytes):
                 return 0
             if about.st_size != nbytes:
                 nbytes = about.st_size
-                parts = [*_before(parts, nbytes)]
+                parts = [*front(parts, nbytes)]
             if nbytes >= self._least_cold and not is_cached(fd, nbytes):
                 _begin_direct(fd)
             if not _fill(fd, parts, nbytes):
@@ -122,9 +119,8 @@ class ValueFiles:
             os.close(fd)
         return nbytes
 
-    def _is_value(self, about: os.stat_result, nbytes: int, *, shorter: bool) -> bool:
-        fits = about.st_size == nbytes or (shorter and about.st_size < nbytes)
-        return fits and stat.S_ISREG(about.st_mode) and not self._is_expired(about)
+    def _is_value(self, about: os.stat_result, room: int) -> bool:
+        return 0 < about.st_size <= room and stat.S_ISREG(about.st_mode) and not self._is_expired(about)
 
     def _note_use(self, fd: int, about: os.stat_result) -> None:
         # Also of a file that is from when a clock was ahead: it would seem to be in use until then.
@@ -195,7 +191,7 @@ def _pour(fd: int, parts: Sequence[memoryview]) -> None:
             done += _write_some(fd, [cut.enter_context(part) for part in rest])
 
 
-def _before(parts: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
+def front(parts: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
     """Yield views of the first ``nbytes`` bytes."""
     for part in parts:
         if nbytes:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from kvtiers.api import Finding, KvtiersError, StoreFull
+from kvtiers.api import Finding, KvtiersError, NotKept
 from kvtiers.api.units import format_size
 from kvtiers_mooncake.config import MooncakeConfig
 
@@ -25,7 +25,7 @@ class _Store(Protocol):
     hostname: str
 
     def write(self, name: str, src: memoryview) -> None: ...
-    def read_into(self, name: str, dst: memoryview) -> bool: ...
+    def read_into(self, name: str, dst: memoryview) -> int: ...
     def exists(self, names: list[str]) -> object: ...
     def delete(self, names: list[str]) -> None: ...
 
@@ -66,9 +66,9 @@ def _pool(store: _Store, config: MooncakeConfig) -> Iterator[Finding]:
     read = bytearray(_PAGE)
     try:
         store.write(name, value)
-        found = store.read_into(name, memoryview(read)) and bytes(read) == bytes(value)
+        found = store.read_into(name, memoryview(read)) == len(read) and bytes(read) == bytes(value)
         store.delete([name])
-    except StoreFull as error:
+    except NotKept as error:
         fix = "set 'segment' on some machines, or larger ones"
         yield Finding("error" if not config.segment else "warning", str(error), fix)
     except (KvtiersError, OSError) as error:

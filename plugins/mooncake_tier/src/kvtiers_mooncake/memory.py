@@ -2,7 +2,8 @@
 
 The rows are registered once, as one region, so that values move without a copy. What lies elsewhere (a value in a
 bounce buffer) is reached by TCP all the same; a device reads registered memory alone, so there it is copied, through
-memory of the calling thread that was registered for that.
+memory of the calling thread that was registered for that. So is a value that lies in several places: the library takes
+one address a value.
 """
 
 import ctypes
@@ -85,30 +86,34 @@ class RegisteredMemory:
         with self._lock:
             self._registered.append(start)
 
-    def places(self, views: Sequence[memoryview], *, filled: bool) -> tuple[list[int], Callable[[int], None]]:
-        """Return the address of each value for one call, and what brings value ``i`` into its view after it.
+    def places(
+        self, values: Sequence[Sequence[memoryview]], *, filled: bool
+    ) -> tuple[list[int], Callable[[int], None]]:
+        """Return the address of each value for one call, and what brings value ``i`` into its views after it.
 
-        ``filled``: the values are to be sent. A view that is registered, or need not be, is its own place.
+        ``filled``: the values are to be sent. One view that is registered, or need not be, is its own place.
         """
-        addresses = [address_of(view) for view in views]
-        beside = [i for i, at in enumerate(addresses) if not self._is_registered(at, len(views[i]))]
-        if self._direct or not beside:
+        addresses = [address_of(views[0]) for views in values]
+        sizes = [sum(map(len, views)) for views in values]
+        beside = [
+            i
+            for i, at in enumerate(addresses)
+            if len(values[i]) > 1 or not (self._direct or self._is_registered(at, sizes[i]))
+        ]
+        if not beside:
             return addresses, _keep
-        room = self._room(sum(len(views[i]) for i in beside))
+        at = address_of(self._room(sum(sizes[i] for i in beside)))
         with self._lock:
             self.copied += len(beside)
-        at, parts = 0, dict[int, memoryview]()
-        start = address_of(room)
         for i in beside:
-            parts[i] = room[at : at + len(views[i])]
-            addresses[i] = start + at
-            at += len(views[i])
+            addresses[i] = at
             if filled:
-                parts[i][:] = views[i]
+                _copy(values[i], at, out=True)
+            at += sizes[i]
 
         def bring(index: int) -> None:
-            if index in parts:
-                views[index][:] = parts[index]
+            if index in beside:
+                _copy(values[index], addresses[index], out=False)
 
         return addresses, bring
 
@@ -129,6 +134,14 @@ class RegisteredMemory:
             registered, self._registered = self._registered, []
         for start in registered:
             self._unregister(start)
+
+
+def _copy(views: Sequence[memoryview], at: int, *, out: bool) -> None:
+    """Copy a value ``out`` of its views to an address, or from there into them, without holding the GIL."""
+    for view in views:
+        source, target = (address_of(view), at) if out else (at, address_of(view))
+        ctypes.memmove(target, source, len(view))
+        at += len(view)
 
 
 def _keep(_: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, ClassVar
 
-from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull, TierUnavailable
+from kvtiers.api import ChunkStore, Finding, NotKept, StoreEntry, TierUnavailable
 from kvtiers_mooncake.changes import Changes
 from kvtiers_mooncake.client import DirectoryLock, MasterWatch, load_library, own_address, start_client
 from kvtiers_mooncake.codes import ABSENT, NO_ROOM, SUPERSEDED, UNREACHABLE, Code, failure, unavailable
@@ -23,6 +23,7 @@ __all__ = ["MooncakeStore"]
 # misses. Half of that, since another machine may write the value again meanwhile: it is to be found soon then.
 _UNREACHABLE_SECONDS = 5.0
 _MOST_UNREACHABLE = 65_536
+_NO_ROOM = "the pool has no room: its segments are full of values in use, or no process has one ('segment')"
 
 
 class MooncakeStore(ChunkStore):
@@ -32,6 +33,7 @@ class MooncakeStore(ChunkStore):
     """
 
     transient_errors: ClassVar[tuple[type[Exception], ...]] = (ConnectionError, TimeoutError, TierUnavailable)
+    batch_values = 32
 
     def __init__(
         self,
@@ -69,44 +71,32 @@ class MooncakeStore(ChunkStore):
 
     # -- values
 
-    def read_into(self, name: str, dst: memoryview) -> bool:
-        """Fill ``dst`` with the value."""
-        return self.read_many_into([name], [dst])[0]
+    def read_into(self, name: str, dst: memoryview) -> int:
+        """Read the value into the start of ``dst``."""
+        return self.read_many_into([name], [[dst]])[0]
 
-    def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
-        """Get all values with one call of the library, each into its ``dst``.
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[int]:
+        """Get all values with one call of the library, each into the start of its views.
 
         A value whose machine is lost is absent, whatever the master says of it.
         """
-        return [length > 0 for length in self._read(names, dsts, shorter=False)]
-
-    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
-        """Get all values with one call of the library, each into the start of its ``dst``."""
-        return self._read(names, dsts, shorter=True)
-
-    def _read(self, names: Sequence[str], dsts: Sequence[memoryview], *, shorter: bool) -> list[int]:
-        """Return the lengths of the values that have come, 0 of each other one."""
         if not names:
             return []
         self._watch.before_call()
-        sizes = [len(dst) for dst in dsts]
+        sizes = [sum(map(len, views)) for views in dsts]
         addresses, bring = self._memory.places(dsts, filled=False)
         codes = self._answers("get", self._client.batch_get_into([*names], addresses, sizes))
-        lengths = [
-            self._length(name, code, size, shorter=shorter)
-            for name, code, size in zip(names, codes, sizes, strict=True)
-        ]
+        lengths = [self._length(name, code, size) for name, code, size in zip(names, codes, sizes, strict=True)]
         for index, length in enumerate(lengths):
             if length:
                 bring(index)
         return lengths
 
-    def _length(self, name: str, code: int, size: int, *, shorter: bool) -> int:
+    def _length(self, name: str, code: int, size: int) -> int:
         """Return the length of the value that a read brought; ``code``: that as stored, or why there is none."""
-        if code == size or (shorter and 0 < code < size):
+        if 0 < code <= size:  # the library takes a buffer that is too large, and leaves the rest of it as it was
             return code
         if code >= 0:
-            # The library takes a buffer that is too large, and leaves the rest of it as it was.
             self._count("wrong_lengths")
         elif code == Code.INVALID_PARAMS and self._client.get_size(name) != size:
             self._count("wrong_lengths")  # a buffer that is too small
@@ -120,16 +110,15 @@ class MooncakeStore(ChunkStore):
         return 0
 
     def write(self, name: str, src: memoryview) -> None:
-        """Put the value. StoreFull if the pool has no room for it now."""
-        if not self.write_many([name], [src])[0]:
-            raise StoreFull(
-                "the pool has no room: its segments are full of values in use, or no process has one ('segment')"
-            )
+        """Put the value. NotKept if the pool has no room for it now."""
+        [refusal] = self.write_many([name], [[src]])
+        if refusal is not None:
+            raise refusal
 
-    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
+    def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> list[NotKept | None]:
         """Put all values with one call of the library, each in place of an older one.
 
-        False where the pool had no room, or where no machine that the master chose could be reached.
+        NotKept where the pool had no room, or where no machine that the master chose could be reached.
         """
         if len(set(names)) < len(names):  # the later one is to stay
             return [self.write_many([name], [src])[0] for name, src in zip(names, srcs, strict=True)]
@@ -137,24 +126,24 @@ class MooncakeStore(ChunkStore):
             return []
         self._watch.before_call()
         addresses, _ = self._memory.places(srcs, filled=True)
-        codes = self._changes.put([*names], addresses, [len(src) for src in srcs])
+        codes = self._changes.put([*names], addresses, [sum(map(len, views)) for views in srcs])
         unreachable = sum(code in UNREACHABLE for code in codes)
         self._count("unreachable_values", unreachable)
         if unreachable == len(names):
             raise ConnectionError("no segment of the pool that the master chose can be reached")
-        return [self._is_kept(name, code) for name, code in zip(names, codes, strict=True)]
+        return [self._refusal(name, code) for name, code in zip(names, codes, strict=True)]
 
-    def _is_kept(self, name: str, code: int) -> bool:
+    def _refusal(self, name: str, code: int) -> NotKept | None:
         if code in NO_ROOM:
             self._count("dropped_values")
-            return False
+            return NotKept(_NO_ROOM)
         if code in UNREACHABLE:
-            return False
+            return NotKept("no segment that the master chose for it can be reached", full=False)
         if code and code not in SUPERSEDED:
             raise failure("put", code)
         with self._lock:
             self._unreachable.pop(name, None)
-        return True
+        return None
 
     def _answers(self, call: str, codes: Sequence[int]) -> list[int]:
         """Return the codes of a call; TierUnavailable if the master was not there for it."""

@@ -71,53 +71,48 @@ class Link:
         """Send all parts, in order."""
         self._stream.send(parts)
 
-    def read_values(self, dsts: Sequence[memoryview]) -> list[bool | ReplyError]:
-        """Read the replies to as many reads: fill each and return True; False if it is absent or of another length."""
-        return [self._read_value(dst) for dst in dsts]
+    def read_values(self, dsts: Sequence[Sequence[memoryview]]) -> list[int | ReplyError]:
+        """Read the replies to as many reads, each into the start of its views; return the values' lengths.
 
-    def read_any_values(self, dsts: Sequence[memoryview]) -> list[int | ReplyError]:
-        """Do the same for values of any length: fill each one's start and return its length; 0: absent, or longer."""
-        return [self._read_any(dst) for dst in dsts]
+        0: there is none, or it is longer.
+        """
+        return [self._read_value(views) for views in dsts]
 
-    def _read_any(self, dst: memoryview) -> int | ReplyError:
-        length = self._value_length()
-        if isinstance(length, ReplyError) or length is None:
-            return length or 0
-        if length > len(dst):
-            self._skip(length)
-            return 0
-        self._fill(dst[:length])
-        return length
-
-    def _read_value(self, dst: memoryview) -> bool | ReplyError:
-        if len(dst) != self._length:
-            self._expect(len(dst))
+    def _read_value(self, views: Sequence[memoryview]) -> int | ReplyError:
+        room = sum(map(len, views))
+        if room != self._length:
+            self._expect(room)
         head = self._head
         if not self._buffer.startswith(head, self._start, self._end):
-            return self._read_other(dst)
-        if self._start + len(head) == self._end:  # and nothing of the value, as is so for most
-            self._start, self._end = 0, self._stream.fill(dst, self._behind, 2)
+            return self._read_other(views, room)
+        if self._start + len(head) == self._end and len(views) == 1:  # and nothing of the value, as is so for most
+            self._start, self._end = 0, self._stream.fill(views[0], self._behind, 2)
             self._take_break()
         else:
             self._start += len(head)
-            self._fill(dst)
-        return True
+            self._fill(views)
+        return room
 
     def _expect(self, length: int) -> None:
         """Note what comes before a value of this length, and where to put what comes behind it."""
         self._length, self._head = length, b"$%d\r\n" % length
         self._behind = self._view[: 2 + len(self._head)]  # the next one's header, most likely
 
-    def _read_other(self, dst: memoryview) -> bool | ReplyError:
+    def _read_other(self, views: Sequence[memoryview], room: int) -> int | ReplyError:
         """Read the reply to a read whose header is missing, or is not the one of a value of that length."""
         length = self._value_length()
         if isinstance(length, ReplyError) or length is None:
-            return length or False
-        if length != len(dst):
+            return length or 0
+        if length > room:
             self._skip(length)
-            return False
-        self._fill(dst)
-        return True
+            return 0
+        left = length
+        parts = list[memoryview]()
+        for view in views:
+            parts.append(view[:left])
+            left -= len(parts[-1])
+        self._fill(parts)
+        return length
 
     def _value_length(self) -> int | ReplyError | None:
         """Read a value's header, or what is there in place of a value; None: there is none."""
@@ -169,13 +164,17 @@ class Link:
         if self._start == self._end:
             self._start = self._end = 0
 
-    def _fill(self, dst: memoryview) -> None:
-        """Fill ``dst``, then take the line break behind it."""
-        early = self._view[self._start : min(self._end, self._start + len(dst))]
-        dst[: len(early)] = early
-        self._start += len(early)
-        if len(early) < len(dst):  # nothing is left in the buffer, so that what follows goes to its front
-            self._start, self._end = 0, self._stream.fill(dst[len(early) :], self._behind, 2)
+    def _fill(self, views: Sequence[memoryview]) -> None:
+        """Fill the views, then take the line break behind them."""
+        left = sum(map(len, views))
+        for view in views:
+            left -= len(view)
+            early = self._view[self._start : min(self._end, self._start + len(view))]
+            view[: len(early)] = early
+            self._start += len(early)
+            if len(early) < len(view):  # nothing is left in the buffer, so that what follows goes to its front
+                spare, least = (self._view[:0], 0) if left else (self._behind, 2)
+                self._start, self._end = 0, self._stream.fill(view[len(early) :], spare, least)
         self._take_break()
 
     def _skip(self, length: int) -> None:

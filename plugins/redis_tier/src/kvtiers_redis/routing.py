@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from redis.exceptions import RedisError
 
-from kvtiers.api import Refused, TierUnavailable
+from kvtiers.api import NotKept, TierUnavailable
 from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.places import Address
 from kvtiers_redis.servers import Server
@@ -51,7 +51,7 @@ class Router:
 
         ``instead``: what to return for an error with this code. Other errors are raised. With ``partial``, False stands
         for the keys of a server of many that cannot be reached, unless no server can. ``refusals``: if given, not False
-        but a Refused that says why, and the same for an error with one of these codes.
+        but a NotKept that says why, and the same for an error with one of these codes.
         """
         answers = self._run(keys, talk)
         if _has_results_alone(answers):
@@ -59,7 +59,7 @@ class Router:
         for i, answer in enumerate(answers):
             if isinstance(answer, ReplyError):
                 answers[i] = _instead_of(answer, instead or {}, refusals or ())
-        failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
+        failed = [i for i, answer in enumerate(answers) if _is_failure(answer)]
         if not failed:
             return answers
         for i in failed:
@@ -69,7 +69,7 @@ class Router:
             raise as_error(answers[failed[0]])
         self.unreachable += len(failed)
         for i in failed:
-            answers[i] = False if refusals is None else Refused(str(answers[i]))
+            answers[i] = False if refusals is None else NotKept(str(answers[i]), full=False)
         return answers
 
     def _run(self, keys: Sequence[bytes], talk: Talk) -> list[Answer]:
@@ -132,6 +132,10 @@ class Router:
         return (other, answer.code == "ASK") if other is not None else None
 
 
+def _is_failure(answer: Answer) -> bool:
+    return isinstance(answer, Exception) and not isinstance(answer, NotKept)
+
+
 def _has_results_alone(answers: Sequence[Answer]) -> bool:
     """Return whether no error is among them; many answers are of few types."""
     return not any(issubclass(kind, Exception) for kind in set(map(type, answers)))
@@ -169,7 +173,7 @@ def _address_in(text: str, server: Server) -> Address | None:
 
 def _instead_of(error: ReplyError, instead: Mapping[str, Answer], refusals: Collection[str]) -> Answer:
     """Return what an error stands for where it is an answer of one key, or the error."""
-    return Refused(str(error)) if error.code in refusals else instead.get(error.code, error)
+    return NotKept(str(error), full=False) if error.code in refusals else instead.get(error.code, error)
 
 
 def _is_passing(answer: Answer) -> bool:

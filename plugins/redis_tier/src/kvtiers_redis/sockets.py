@@ -15,6 +15,7 @@ _Buffers = Sequence[bytes | memoryview]
 _WORTH_WAITING = 16 << 10  # fewer bytes come at once
 _MOST_WAITED = 512 << 10  # more would leave the processor's cache before they are taken
 _SMALL_PART = 4 << 10
+_MOST_BUFFERS = 1024  # of one sendmsg (IOV_MAX of Linux and macOS)
 _CLOSED = "the server closed the connection"
 
 
@@ -67,7 +68,7 @@ class PlainStream:
         rest = list(parts)
         while True:
             try:
-                sent = self._socket.sendmsg(rest)
+                sent = self._socket.sendmsg(rest[:_MOST_BUFFERS])
             except BlockingIOError:
                 raise TimeoutError("the server takes no more bytes") from None
             left -= sent
@@ -75,9 +76,11 @@ class PlainStream:
                 return
             if time.monotonic() > self.until:
                 raise TimeoutError("the server takes the bytes too slowly")
-            while sent >= len(rest[0]):
-                sent -= len(rest.pop(0))
-            rest[0] = memoryview(rest[0])[sent:]
+            done = 0
+            while sent >= len(rest[done]):
+                sent -= len(rest[done])
+                done += 1
+            rest = [memoryview(rest[done])[sent:], *rest[done + 1 :]]
 
     def receive(self, into: memoryview, least: int = 1) -> int:
         """Wait for the next bytes; fewer than ``least`` do not wake the thread."""

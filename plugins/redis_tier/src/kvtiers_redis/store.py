@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from redis import exceptions as client_errors
 
-from kvtiers.api import ChunkStore, Finding, Refused, StoreEntry, StoreFull, TierUnavailable, WritesRefused
+from kvtiers.api import ChunkStore, Finding, NotKept, StoreEntry, TierUnavailable
 from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.places import is_loopback
@@ -26,6 +26,8 @@ _NO_WRITES = frozenset({"MISCONF", "NOREPLICAS"})
 
 class RedisStore(ChunkStore):
     """Values in Redis. Opening it connects to one server at least."""
+
+    batch_values = 32
 
     transient_errors: ClassVar[tuple[type[Exception], ...]] = (
         ConnectionError,
@@ -56,32 +58,25 @@ class RedisStore(ChunkStore):
 
     # -- values
 
-    def read_into(self, name: str, dst: memoryview) -> bool:
-        """Fill ``dst`` with the value."""
-        return self.read_many_into([name], [dst])[0]
+    def read_into(self, name: str, dst: memoryview) -> int:
+        """Receive the value into the start of ``dst``."""
+        return self.read_many_into([name], [[dst]])[0]
 
-    def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
-        """Ask for all, and receive each into its ``dst``."""
-        return [answer is True for answer in self._read(names, dsts, any_length=False)]
-
-    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
-        """Ask for all, and receive each into the start of its ``dst``."""
-        return [answer if type(answer) is int else 0 for answer in self._read(names, dsts, any_length=True)]
-
-    def _read(self, names: Sequence[str], dsts: Sequence[memoryview], *, any_length: bool) -> list[Answer]:
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[int]:
+        """Ask for all, and receive each into the start of its views."""
         keys = [self._key(name) for name in names]
-        answers = self._get(keys, dsts, self._refresh, any_length=any_length)
+        answers = self._get(keys, dsts, self._refresh)
         if None in answers:  # a server that takes no writes does not take a new ttl either
             left = [i for i, answer in enumerate(answers) if answer is None]
-            plain = self._get([keys[i] for i in left], [dsts[i] for i in left], [], any_length=any_length)
+            plain = self._get([keys[i] for i in left], [dsts[i] for i in left], [])
             for i, answer in zip(left, plain, strict=True):
                 answers[i] = answer
-        return answers
+        return [answer if type(answer) is int else 0 for answer in answers]
 
     def _get(
-        self, keys: Sequence[bytes], dsts: Sequence[memoryview], refresh: Sequence[bytes], *, any_length: bool
+        self, keys: Sequence[bytes], dsts: Sequence[Sequence[memoryview]], refresh: Sequence[bytes]
     ) -> list[Answer]:
-        """Answers: True, or a length; False (no value of ours), None where a ttl was to be refreshed and cannot be."""
+        """Answers: a length; False (no value of ours); None where a ttl was to be refreshed and cannot be."""
         word = b"GETEX" if refresh else b"GET"
 
         def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
@@ -91,31 +86,30 @@ class RedisStore(ChunkStore):
                 [dsts[i] for i in indexes],
                 window=self._window,
                 asking=asking,
-                any_length=any_length,
             )
 
         not_refreshed = dict.fromkeys((_FULL, *_NO_WRITES)) if refresh else {}
         return self._router.ask(keys, talk, instead={"WRONGTYPE": False, **not_refreshed})
 
     def write(self, name: str, src: memoryview) -> None:
-        """Set the value. StoreFull if the server has no room, or (``WritesRefused``) takes no writes now."""
-        [kept] = self.write_many([name], [src])
-        if isinstance(kept, Refused):
-            raise WritesRefused(kept.reason)
-        if not kept:
-            raise StoreFull("the server has no room")
+        """Set the value. NotKept if the server has no room, or takes no writes now."""
+        [refusal] = self.write_many([name], [[src]])
+        if refusal is not None:
+            raise refusal
 
-    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool | Refused]:
+    def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> list[NotKept | None]:
         """Send all values, then read the result of each."""
         keys = [self._key(name) for name in names]
         done = self._set(keys, srcs, self._set_options)
         if None in done:  # a value is there already, and NX has left it
             self._replace_others(keys, srcs, done)
-        kept = [answer if isinstance(answer, Refused) else answer is not False for answer in done]
-        self._dropped += sum(not answer for answer in kept)
-        return kept
+        refusals = [_refusal(answer) for answer in done]
+        self._dropped += sum(refusal is not None for refusal in refusals)
+        return refusals
 
-    def _set(self, keys: Sequence[bytes], srcs: Sequence[memoryview], options: Sequence[bytes]) -> list[Answer]:
+    def _set(
+        self, keys: Sequence[bytes], srcs: Sequence[Sequence[memoryview]], options: Sequence[bytes]
+    ) -> list[Answer]:
         def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
             return write_values(
                 link,
@@ -128,11 +122,11 @@ class RedisStore(ChunkStore):
 
         return self._router.ask(keys, talk, instead={_FULL: False}, refusals=_NO_WRITES)
 
-    def _replace_others(self, keys: Sequence[bytes], srcs: Sequence[memoryview], done: list[Answer]) -> None:
+    def _replace_others(self, keys: Sequence[bytes], srcs: Sequence[Sequence[memoryview]], done: list[Answer]) -> None:
         """Of the values that NX has left, write those that had another length."""
         left = [i for i, answer in enumerate(done) if answer is None]
         lengths = self._ask([keys[i] for i in left], b"STRLEN")
-        others = [i for i, length in zip(left, lengths, strict=True) if length != len(srcs[i])]
+        others = [i for i, length in zip(left, lengths, strict=True) if length != sum(map(len, srcs[i]))]
         options = [word for word in self._set_options if word != b"NX"]
         answers = self._set([keys[i] for i in others], [srcs[i] for i in others], options)
         for i, answer in zip(others, answers, strict=True):
@@ -181,6 +175,13 @@ class RedisStore(ChunkStore):
             return ask(link, commands(word, [keys[i] for i in indexes]), asking=asking)
 
         return self._router.ask(keys, talk, partial=partial)
+
+
+def _refusal(answer: Answer) -> NotKept | None:
+    """Return why a value was not kept; None: it was, or one of the same length was there."""
+    if isinstance(answer, NotKept):
+        return answer
+    return NotKept("the server has no room") if answer is False else None
 
 
 def _list_values(servers: Sequence[Server], key_prefix: bytes, prefix: str, *, rate: int) -> Iterator[StoreEntry]:

@@ -9,19 +9,18 @@ With several servers, the exchanges take turns, so that all servers have work.
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias
 
-from kvtiers.api import Refused
 from kvtiers_redis.link import SHORTEST_STATUS, Link, ReplyError
 
 __all__ = ["Answer", "Exchange", "ask", "command", "commands", "read_values", "to_the_end", "write_values"]
 
-Answer: TypeAlias = bool | int | str | Exception | Refused | None
-"""The result of one key: the server's reply, or the error instead of it."""
+Answer: TypeAlias = bool | int | str | Exception | None
+"""The result of one key: the server's reply, the error instead of it, or that a value is not kept (``NotKept``)."""
 
 Exchange: TypeAlias = Generator[None, None, list[Answer]]
 """Talks to one server and returns the answers. Stops where requests have been sent whose replies may take a while."""
 
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
-_MOST_REQUESTS = 256  # in one window, and fewer buffers than one sendmsg may have
+_MOST_REQUESTS = 256  # in one window
 _SHORTEST_ANSWER_TO_SET = len(b"+OK\r\n")  # or "$-1"; errors are longer
 _LEAST_TURN = 512 << 10  # bytes of values that go out together, if there are as many
 
@@ -48,35 +47,31 @@ def commands(word: bytes, keys: Sequence[bytes], *options: bytes) -> list[bytes]
 def read_values(
     link: Link,
     requests: Sequence[bytes],
-    dsts: Sequence[memoryview],
+    dsts: Sequence[Sequence[memoryview]],
     *,
     window: int,
     asking: bool = False,
-    any_length: bool = False,
 ) -> Exchange:
-    """Send requests that are answered by values, and take each into its ``dst``.
-
-    ``any_length``: into the start of it; the answers are their lengths then.
-    """
+    """Send requests that are answered by values, and take each into the start of its ``dst``. Answers: the lengths."""
 
     def read(first: int, pending: int, _: int) -> list[Answer]:
-        wanted = dsts[first:pending]
-        return [*link.read_any_values(wanted)] if any_length else [*link.read_values(wanted)]
+        return [*link.read_values(dsts[first:pending])]
 
-    return _exchange(link, _lines(requests, asking), read, sizes=[*map(len, dsts)], window=window, asking=asking)
+    sizes = [sum(map(len, views)) for views in dsts]
+    return _exchange(link, _lines(requests, asking), read, sizes=sizes, window=window, asking=asking)
 
 
 def write_values(
     link: Link,
     keys: Sequence[bytes],
-    srcs: Sequence[memoryview],
+    srcs: Sequence[Sequence[memoryview]],
     *,
     options: Sequence[bytes],
     window: int,
     asking: bool = False,
 ) -> Exchange:
     """Send a SET for each key and value, with these options. Answers: "OK", None (left as it is, by NX), an error."""
-    sizes = [*map(len, srcs)]
+    sizes = [sum(map(len, views)) for views in srcs]
     words = (_ASKING if asking else b"") + b"*%d\r\n$3\r\nSET" % (3 + len(options))
     heads = [
         b"%b\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, size) for key, size in zip(keys, sizes, strict=True)
@@ -84,9 +79,9 @@ def write_values(
     tail = b"\r\n" + _words(options)
 
     def requests(first: int, end: int) -> list[bytes | memoryview]:
-        parts: list[bytes | memoryview] = [tail] * (3 * (end - first))
-        parts[::3] = heads[first:end]
-        parts[1::3] = srcs[first:end]
+        parts = list[bytes | memoryview]()
+        for head, views in zip(heads[first:end], srcs[first:end], strict=True):
+            parts += (head, *views, tail)
         return parts
 
     read = _statuses(link, _SHORTEST_ANSWER_TO_SET)

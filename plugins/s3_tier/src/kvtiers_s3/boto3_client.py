@@ -24,18 +24,18 @@ class Boto3Client:
         self._connection, self._client = connection, connection.boto3_client(attempts=1)
         self._bucket, self._requests = connection.config.bucket, connection.requests
 
-    def get(self, key: str, start: int, nbytes: int, total: int | None) -> Body | None:
+    def get(self, key: str, start: int, nbytes: int, longest: int) -> Body | None:
         """Request a part of an object. A body that has not come whole in time is given up."""
         until = time.monotonic() + self._connection.config.timeout
-        part = {"Range": f"bytes={start}-{start + nbytes - 1}"} if nbytes != (total or nbytes) else {}
+        part = {"Range": f"bytes={start}-{start + nbytes - 1}"} if nbytes != longest else {}
         with self._asking("GET", key), contextlib.ExitStack() as stack:
             found = self._client.get_object(Bucket=self._bucket, Key=key, **part)
             body = stack.enter_context(contextlib.closing(found["Body"]))
             # A server that ignores Range sends all from byte 0 on, and no ContentRange: that is a KeyError, not a part.
             length = int(found["ContentRange"].rpartition("/")[2] if part else found["ContentLength"])
-            if length == total or (total is None and length <= nbytes):
-                left = min(nbytes, length)
-                return Body(str(found.get("ETag", "")), self._pieces(key, body, left, until, stack.pop_all()))
+            if length <= longest:
+                left = min(nbytes, length - start)
+                return Body(str(found.get("ETag", "")), length, self._pieces(key, body, left, until, stack.pop_all()))
         return None
 
     def _pieces(self, key: str, body: Any, left: int, until: float, stack: contextlib.ExitStack) -> Iterator[bytes]:

@@ -136,7 +136,7 @@ def test_a_size_that_a_tier_does_not_take_is_said_and_the_others_are_measured_an
     small = store("""
 def write(self, name, src):
     if len(src) > 100_000:
-        raise WritesRefused("too large")
+        raise NotKept("too large", full=False)
     super().write(name, src)
 """)
     for name, tier in (("all", "memory, capacity: 64MiB"), ("some", small)):
@@ -156,7 +156,7 @@ def write(self, name, src):
 
 def test_a_tier_that_takes_no_size_is_named_though_another_one_takes_no_small_one(run, store, tmp_path):
     nothing, large = (
-        store(f"def write(self, name, src):\n    if {what}: raise WritesRefused('no')\n    super().write(name, src)")
+        store(f"def write(self, name, src):\n    if {what}: raise NotKept('no')\n    super().write(name, src)")
         for what in ("True", "len(src) < 100_000")
     )
     for name, tier in (("nothing", nothing), ("large", large)):
@@ -195,9 +195,9 @@ def test_a_busy_machine_is_said_beside_what_suits(run, monkeypatch, load):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("def write(self, *_): raise WritesRefused('no room here')", "were not stored"),
+        ("def write(self, *_): raise NotKept('no room here', full=False)", "were not stored"),
         (
-            "def read_into(self, name, view): return False",
+            "def read_into(self, name, view): return 0",
             "that were stored were not found again, of 1.8MiB in all; has the tier room",
         ),
     ],

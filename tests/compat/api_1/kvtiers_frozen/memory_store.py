@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from threading import Lock
 
-from kvtiers.api import ChunkStore, StoreEntry, StoreFull
+from kvtiers.api import ChunkStore, NotKept, StoreEntry
 
 
 class MemoryStore(ChunkStore):
@@ -16,20 +16,20 @@ class MemoryStore(ChunkStore):
         self._values: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
         self._held = 0
 
-    def read_into(self, name: str, dst: memoryview) -> bool:
-        """Fill ``dst``; a value that is read is used, so it stays longer."""
+    def read_into(self, name: str, dst: memoryview) -> int:
+        """Fill the start of ``dst``; a value that is read is used, so it stays longer."""
         with self._lock:
             value = self._values.get(name, b"")
-            if len(value) != len(dst):
-                return False
+            if not 0 < len(value) <= len(dst):
+                return 0
             self._values.move_to_end(name)
-        dst[:] = value
-        return True
+        dst[: len(value)] = value
+        return len(value)
 
     def write(self, name: str, src: memoryview) -> None:
         """Keep a copy, the most recently used; others make room for it."""
         if len(src) > self._capacity:
-            raise StoreFull(f"a value of {len(src)} bytes is larger than the whole store of {self._capacity} bytes")
+            raise NotKept(f"a value of {len(src)} bytes is larger than the whole store of {self._capacity} bytes")
         value = bytes(src)
         with self._lock:
             self._held += len(value) - len(self._values.pop(name, b""))

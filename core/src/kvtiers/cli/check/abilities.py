@@ -1,7 +1,7 @@
-"""Probes of a store's optional abilities: batches, pieces, parts, any lengths, listing, figures, as core uses each."""
+"""Probes of a store's optional abilities: batches, pieces, listing, figures, as core uses each."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from kvtiers._failures import CallThread
@@ -9,19 +9,16 @@ from kvtiers.api import (
     ChunkStore,
     Finding,
     KvtiersError,
-    Refused,
     StoreEntry,
-    SupportsAnyLength,
     SupportsBatch,
     SupportsListing,
-    SupportsParts,
     SupportsPieces,
-    SupportsScatter,
     SupportsStats,
 )
-from kvtiers.api.answers import found, found_each, kept_each, lengths_each
+from kvtiers.api.answers import kept_each, lengths_each
 from kvtiers.api.units import format_duration
-from kvtiers.cli.check.round_trip import Bench, ProbeError, no_listing, probe_name
+from kvtiers.cli.check.round_trip import Bench, ProbeError, no_listing, not_kept, probe_name
+from kvtiers.layout.cache_layout import SEAL_BYTES
 
 __all__ = ["probe_abilities"]
 
@@ -40,12 +37,6 @@ def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
         probes.append(partial(_batch_reads if bench.read_only else _batch, store, store, bench))
     if isinstance(store, SupportsPieces):
         probes.append(partial(_pieces_reads if bench.read_only else _pieces, store, store, bench))
-    if isinstance(store, SupportsParts) and not bench.read_only:
-        probes.append(partial(_parts, store, store, bench))
-    if isinstance(store, SupportsScatter) and not bench.read_only:
-        probes.append(partial(_scatter, store, store, bench))
-    if isinstance(store, SupportsAnyLength) and not bench.read_only:
-        probes.append(partial(_any_length, store, store, bench))
     if isinstance(store, SupportsStats):
         probes.append(partial(_stats, store, bench))
     if isinstance(store, SupportsListing) and not bench.read_only:
@@ -54,35 +45,67 @@ def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
 
 
 def _batch(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[Finding]:
+    """Write and read two values in as few calls as the store takes, each value in one view and then in two."""
     names, absent = [probe_name(), probe_name()], probe_name()
-    bench.stage = "writing two probe values in one call"
+    size = bench.value_bytes
     try:
-        wrote = bench.borrow(
-            store, "write_many", [0, 0], readonly=True, call=lambda views: batched.write_many(names, views)
-        )
-        for answer in kept_each(store, names, wrote):
-            if isinstance(answer, Refused):
-                raise ProbeError(f"write_many() says that the store cannot take a value now: {answer.reason}")
-            if not answer:
-                raise ProbeError("write_many() says that the store is full", "give the store more room")
-        bench.stage = "reading two probe values in one call"
-        for asked, expected in ((names, [True, True]), ([names[0], absent], [True, False])):
-            bench.forget()
-            got = bench.borrow(
-                store,
-                "read_many_into",
-                [1, 2],
-                readonly=False,
-                call=lambda views, asked=asked: batched.read_many_into(asked, views),  # type: ignore[misc]
-            )
-            if (answers := found_each(store, "read_many_into", asked, got)) != expected:
-                raise ProbeError(f"read_many_into() gave {answers}, expected {expected}")
-            bench.compare(*[row for row, there in zip((1, 2), expected, strict=True) if there])
+        for last in (0, SEAL_BYTES):
+            bench.stage = f"writing two probe values, each in {2 if last else 1} views"
+            for some in _calls_of(batched, names):
+                wrote = bench.borrow(
+                    store,
+                    "write_many",
+                    [0] * len(some),
+                    readonly=True,
+                    call=lambda views, some=some: batched.write_many(some, views),  # type: ignore[misc]
+                    last=last,
+                )
+                if refused := [answer for answer in kept_each(store, some, wrote) if answer is not None]:
+                    raise not_kept(refused[0])
+            bench.stage = f"reading two probe values, each into {2 if last else 1} views"
+            for asked, expected in ((names, [size, size]), ([names[0], absent], [size, 0])):
+                bench.forget()
+                lengths = _read(store, batched, bench, asked, last)
+                if lengths != expected:
+                    raise ProbeError(f"read_many_into() gave {lengths}, expected {expected}")
+                bench.compare(*[row for row, there in zip((1, 2), expected, strict=True) if there])
     finally:
         bench.stage, before = "deleting the probe values", bench.stage
         store.delete(names)
         bench.stage = before
-    yield Finding("ok", "several values in one call: wrote, read back and compared two")
+    yield Finding("ok", "several values, each in several views: wrote, read back and compared two")
+
+
+def _calls_of(batched: SupportsBatch, names: Sequence[str]) -> list[Sequence[str]]:
+    """Return the names of each call: no more than ``batch_values``."""
+    most = max(1, batched.batch_values)
+    return [names[start : start + most] for start in range(0, len(names), most)]
+
+
+def _read(
+    store: ChunkStore,
+    batched: SupportsBatch,
+    bench: Bench,
+    names: Sequence[str],
+    last: int = 0,
+    sizes: Sequence[int] = (),
+) -> list[int]:
+    """Read values into the rows from the second one on; return the lengths."""
+    sizes, lengths = sizes or [bench.value_bytes] * len(names), list[int]()
+    for some in _calls_of(batched, names):
+        at = len(lengths)
+        rooms = sizes[at : at + len(some)]
+        got = bench.borrow(
+            store,
+            "read_many_into",
+            range(1 + at, 1 + at + len(some)),
+            readonly=False,
+            call=lambda views, some=some: batched.read_many_into(some, views),  # type: ignore[misc]
+            lengths=rooms,
+            last=last,
+        )
+        lengths += lengths_each(store, "read_many_into", rooms, got)
+    return lengths
 
 
 def _pieces(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Iterator[Finding]:
@@ -104,93 +127,19 @@ def _pieces(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Itera
     yield Finding("ok", "values in pieces: read one and compared it")
 
 
-def _parts(store: ChunkStore, in_parts: SupportsParts, bench: Bench) -> Iterator[Finding]:
-    name = probe_name()
-    bench.stage = "writing the probe value in two parts"
-    try:
-        bench.borrow_parts(store, "write_parts", 0, 64, call=lambda parts: in_parts.write_parts(name, parts))
-        bench.stage = "reading what was written in two parts"
-        bench.forget()
-        got = bench.borrow(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, views[0]))
-        if not got:
-            raise ProbeError("what write_parts() has just written cannot be read back: absent, or of another length")
-        bench.compare(1)
-    finally:
-        bench.stage, before = "deleting the probe value", bench.stage
-        store.delete([name])
-        bench.stage = before
-    yield Finding("ok", "values in parts: wrote one, read it back and compared it")
-
-
-def _scatter(store: ChunkStore, scatter: SupportsScatter, bench: Bench) -> Iterator[Finding]:
-    name, absent = probe_name(), probe_name()
-    bench.stage = "reading the probe value into two parts"
-    store.write(name, bench.view(0).toreadonly())
-    try:
-        for asked, expected in ((name, True), (absent, False)):
-            bench.forget()
-            got = bench.borrow_parts(
-                store,
-                "read_parts_into",
-                1,
-                64,
-                call=lambda parts, asked=asked: scatter.read_parts_into(asked, parts),  # type: ignore[misc]
-            )
-            if found(store, "read_parts_into", got) != expected:
-                raise ProbeError(f"read_parts_into() gave {got!r:.80}, expected {expected}")
-            bench.compare(*[1] * expected)
-    finally:
-        bench.stage, before = "deleting the probe value", bench.stage
-        store.delete([name])
-        bench.stage = before
-    yield Finding("ok", "values into parts: read one and compared it")
-
-
-def _any_length(store: ChunkStore, reads: SupportsAnyLength, bench: Bench) -> Iterator[Finding]:
-    name, absent = probe_name(), probe_name()
-    bench.stage = "reading the probe value without its length"
-    store.write(name, bench.view(0).toreadonly())
-    try:
-        for asked, expected in ((name, bench.value_bytes), (absent, 0)):
-            bench.forget()
-            got = bench.borrow(
-                store,
-                "read_any_into",
-                [1],
-                readonly=False,
-                call=lambda views, asked=asked: reads.read_any_into([asked], views),  # type: ignore[misc]
-            )
-            if lengths_each(store, [asked], [bench.value_bytes], got) != [expected]:
-                raise ProbeError(f"read_any_into() gave {got!r:.80}, expected {[expected]}")
-            bench.compare(*[1] * bool(expected))
-    finally:
-        bench.stage, before = "deleting the probe value", bench.stage
-        store.delete([name])
-        bench.stage = before
-    yield Finding("ok", "values of any length: read one and compared it")
-
-
 def _batch_reads(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[Finding]:
     """Read a value that there is, if one is known, and one that there is not."""
     bench.stage = "reading several values in one call"
     name, value = bench.known or (probe_name(), bytes(bench.value_bytes))
     names = [name, probe_name()]
     bench.forget()
-    got = bench.borrow(
-        store,
-        "read_many_into",
-        [1, 2],
-        readonly=False,
-        call=lambda views: batched.read_many_into(names, views),
-        lengths=[len(value), bench.value_bytes],
-    )
-    there, absent = found_each(store, "read_many_into", names, got)
+    there, absent = _read(store, batched, bench, names, sizes=[len(value), bench.value_bytes])
     if absent or (there and bench.known is None):
         raise ProbeError(f"read_many_into() gave {[there, absent]}, though a value that was asked for is not there")
-    if there and bytes(bench.view(1)[: len(value)]) != value and _is_unchanged(store, bench):
+    if there == len(value) and bytes(bench.view(1)[: len(value)]) != value and _is_unchanged(store, bench):
         raise ProbeError("read_many_into() and read_into() of one value give different bytes")
     how = "read one and compared it" if there else "read none, as there are"
-    yield Finding("ok", f"several values in one call: {how}")
+    yield Finding("ok", f"several values: {how}")
 
 
 def _pieces_reads(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Iterator[Finding]:
@@ -213,7 +162,7 @@ def _is_unchanged(store: ChunkStore, bench: Bench) -> bool:
     assert bench.known is not None
     name, value = bench.known
     again = bench.view(1)[: len(value)]
-    return store.read_into(name, again) and bytes(again) == value
+    return store.read_into(name, again) == len(value) and bytes(again) == value
 
 
 def _stats(store: SupportsStats, bench: Bench) -> Iterator[Finding]:

@@ -18,20 +18,30 @@ from kvtiers.api import (
     JobResult,
     KvtiersError,
     LookupResult,
+    NotKept,
     SecondaryTierManager,
     StoreEntry,
-    StoreFull,
     SupportsListing,
     TransferJob,
-    WritesRefused,
     make_offload_key,
 )
+from kvtiers.api.answers import length_of
 from kvtiers.api.units import format_duration, format_size
 from kvtiers.cli.open_tier import anonymous_region
-from kvtiers.layout.borrowed_views import Loan
+from kvtiers.layout.borrowed_views import LentValues
 from kvtiers.types import RequestContext
 
-__all__ = ["OWN_FAULT", "REACH", "Bench", "ProbeError", "no_listing", "probe_manager", "probe_name", "probe_store"]
+__all__ = [
+    "OWN_FAULT",
+    "REACH",
+    "Bench",
+    "ProbeError",
+    "no_listing",
+    "not_kept",
+    "probe_manager",
+    "probe_name",
+    "probe_store",
+]
 
 _ROWS = 3
 _LISTED = 100
@@ -102,33 +112,25 @@ class Bench:
         rows: Sequence[int],
         *,
         readonly: bool,
-        call: Callable[[Sequence[memoryview]], _T],
+        call: Callable[[list[list[memoryview]]], _T],
         lengths: Sequence[int] = (),
+        last: int = 0,
     ) -> _T:
         """Make a call of a store that gets views of these rows; ProbeError if it keeps one.
 
-        ``lengths``: of the views; all of the row where there are none.
+        ``lengths``: of the values; all of the row where there are none. ``last``: each value is in two views, the
+        second of so many bytes; 0: it is in one.
         """
         lengths = lengths or [self.value_bytes] * len(rows)
-        spans = [(row * self.value_bytes, length) for row, length in zip(rows, lengths, strict=True)]
-        loan = Loan(self.region, spans, readonly=readonly)
-        answer = call([*loan.views])
-        if not loan.take_back():
-            raise ProbeError(_kept(store, method))
-        return answer
-
-    def borrow_parts(
-        self, store: object, method: str, row: int, last: int, call: Callable[[Sequence[memoryview]], _T]
-    ) -> _T:
-        """Make a call of a store that gets a row in two parts, the second of ``last`` bytes; only row 0 is read-only.
-
-        As in a transfer, each is a loan of its own: ProbeError if the store keeps one.
-        """
-        begin, at = self.value_bytes - last, row * self.value_bytes
-        loans = [Loan(self.region, [span], readonly=row == 0) for span in ((at, begin), (at + begin, last))]
-        answer = call([view for loan in loans for view in loan.views])
-        if [loan for loan in loans if not loan.take_back()]:
-            raise ProbeError(_kept(store, method))
+        values = []
+        for row, length in zip(rows, lengths, strict=True):
+            at, first = row * self.value_bytes, length - last
+            ends = [(self.region, at + first, last)] if last else []
+            values.append([(self.region, at, first), *ends])
+        lent = LentValues(values, readonly=readonly)
+        answer = call(lent.views)
+        if lent.take_back():
+            raise ProbeError(f"{type(store).__name__}.{method} kept the buffer that it was given, after its return")
         return answer
 
     def forget(self) -> None:
@@ -142,10 +144,6 @@ class Bench:
             raise ProbeError("the value read back is not the value written")
         if bytes(self.view(0)) != self.payload:
             raise ProbeError("the tier changed the memory that it was to write from")
-
-
-def _kept(store: object, method: str) -> str:
-    return f"{type(store).__name__}.{method} kept the buffer that it was given, after its return"
 
 
 def probe_name() -> str:
@@ -163,12 +161,9 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
     bench.stage = "writing the probe value"
     begin = time.monotonic()
     try:
-        bench.borrow(store, "write", [0], readonly=True, call=lambda views: store.write(name, views[0]))
-    except WritesRefused as error:
-        raise ProbeError(f"the store takes no values: {error}", "let it be written, or set 'read_only: true'") from None
-    except StoreFull as error:
-        fix = "give the store more room, or delete from it; a full store drops what it should keep"
-        raise ProbeError(f"the store is full: {error}", fix) from None
+        bench.borrow(store, "write", [0], readonly=True, call=lambda views: store.write(name, *views[0]))
+    except NotKept as error:
+        raise not_kept(error) from None
     written = time.monotonic()
     try:
         bench.stage = "saying whether the probe value is there"
@@ -177,12 +172,10 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
         )
         bench.stage = "reading the probe value back"
         asked = time.monotonic()
-        found = bench.borrow(
-            store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, views[0])
-        )
-        if found is False:
+        found = _read(store, bench, name)
+        if found == 0:
             raise ProbeError(_GONE, _GONE_FIX)
-        _expect(found, True, "read_into() of the probe value")
+        _expect(found, size, "read_into() of the probe value")
         seconds = (written - begin, time.monotonic() - asked)
         bench.compare(1)
     finally:
@@ -192,6 +185,19 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
     bench.stage = "saying that the probe value is deleted"
     _expect(list(store.exists([name])), [False], "exists() of the deleted probe value")
     yield Finding("ok", f"wrote, read back, compared and deleted {format_size(size)} {_times(*seconds)}")
+
+
+def not_kept(error: NotKept) -> ProbeError:
+    """Return what to report of a store that does not keep the probe value."""
+    if not error.full:
+        return ProbeError(f"the store takes no values: {error}", "let it be written, or set 'read_only: true'")
+    fix = "give the store more room, or delete from it; a full store drops what it should keep"
+    return ProbeError(f"the store is full: {error}", fix)
+
+
+def _read(store: ChunkStore, bench: Bench, name: str) -> int:
+    answer = bench.borrow(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, *views[0]))
+    return length_of(store, "read_into", bench.value_bytes, answer)
 
 
 def _expect(got: object, expected: object, what: str) -> None:
@@ -211,8 +217,7 @@ def _read_only(store: ChunkStore, bench: Bench) -> Finding:
     bench.stage = "looking for a value that is not there"
     absent = probe_name()
     _expect(list(store.exists([absent])), [False], "exists() of a value that is not there")
-    found = bench.borrow(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(absent, views[0]))
-    _expect(found, False, "read_into() of an absent value")
+    _expect(_read(store, bench, absent), 0, "read_into() of an absent value")
     if not isinstance(store, SupportsListing):
         return Finding("ok", "read-only: it answers; it cannot list its values, so none was read")
     bench.stage = "listing its values"
@@ -236,7 +241,7 @@ def _read_only(store: ChunkStore, bench: Bench) -> Finding:
         return Finding("warning", f"read-only: {count} listed, none read", f"pass --value-bytes {smallest} to read one")
     bench.stage = f"reading {fitting.name!r}"
     begin = time.monotonic()
-    found = store.read_into(fitting.name, bench.region[: fitting.nbytes])
+    found = store.read_into(fitting.name, bench.region[: fitting.nbytes]) == fitting.nbytes
     if found and fitting.nbytes <= bench.value_bytes:
         bench.known = fitting.name, bytes(bench.region[: fitting.nbytes])
     # Another writer may have deleted or replaced it since it was listed, so that absence is no fault.

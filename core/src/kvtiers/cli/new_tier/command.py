@@ -133,14 +133,14 @@ def _refuse_what_cannot_be(name: str, folder: Path) -> None:
 
 
 def _store_parts(values: Mapping[str, str], *, batch: bool, listing: bool) -> dict[str, str]:
-    names = ["ChunkStore", *["Refused"] * batch, *["StoreEntry"] * listing, "StoreFull"]
+    names = ["ChunkStore", "NotKept", *["StoreEntry"] * listing]
     return {
         "flags": "\n    shareable = True  # several processes may have it open, each finds what others wrote\n",
         "collections": "Iterator, Sequence" if listing else "Sequence",
         "suppress": "from contextlib import suppress\n" if listing else "",
         "names": ", ".join(names),
         "listing": _filled("store/listing.py", values) if listing else "",
-        "batch": _filled("store/batch.py", values) if batch else "",
+        "moves": _filled("store/moves_batch.py" if batch else "store/moves.py", values),
     }
 
 

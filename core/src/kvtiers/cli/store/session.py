@@ -157,7 +157,7 @@ class StoreSession:
 
         def is_there(value: StoredValue, row: memoryview) -> bool:
             with row[: value.entry.nbytes] as read:
-                return any(store.exists([value.entry.name])) or store.read_into(value.entry.name, read)
+                return any(store.exists([value.entry.name])) or store.read_into(value.entry.name, read) > 0
 
         for start in range(0, len(values), threads):
             part = values[start : start + threads]

@@ -220,7 +220,7 @@ class SealCheck:
         row = rows.get()
         try:
             with row[: entry.nbytes] as read:
-                if not store.read_into(entry.name, read):
+                if store.read_into(entry.name, read) != entry.nbytes:
                     return Verdict.GONE
                 return self._judge(store, read, value)
         finally:

@@ -9,8 +9,8 @@
         def open_store(self, tmp_path):
             return partial(MyStore, tmp_path / "values")
 
-The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsAnyLength``,
-``SupportsListing``, ``SupportsDiagnosis`` and ``SupportsStats`` are there if ``store_class`` has the ability.
+The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsListing``, ``SupportsDiagnosis`` and ``SupportsStats`` are
+there if ``store_class`` has the ability.
 ``persistent = False`` (values end with the store) replaces the tests of reopening and of a killed writer by one that
 the store starts empty. A fixture ``break_backend`` that returns a function ``break_backend(store)``, a context manager
 within which the backend fails (a server that is stopped, a folder that is away), brings the test that no error is
@@ -18,13 +18,10 @@ swallowed.
 """
 
 from kvtiers.testing.chunk_store.abilities import (
-    AnyLengthTests,
     BatchTests,
     DiagnosisTests,
     ListingTests,
-    PartsTests,
     PiecesTests,
-    ScatterTests,
     StatsTests,
 )
 from kvtiers.testing.chunk_store.base import StoreTestBase
@@ -43,9 +40,6 @@ class ChunkStoreTests(
     FailureTests,
     BatchTests,
     PiecesTests,
-    PartsTests,
-    ScatterTests,
-    AnyLengthTests,
     ListingTests,
     DiagnosisTests,
     StatsTests,

@@ -1,61 +1,67 @@
-"""Tests of a store's optional abilities: batches, pieces, parts, scattered reads, any lengths, listing, figures ..."""
+"""Tests of a store's optional abilities: batches of values in several views, pieces, listing, diagnosis, figures."""
 
 import math
 import re
 import time
 from collections.abc import Sequence
 from functools import partial
+from random import Random
 from typing import Any
 
 from kvtiers.api import (
     Finding,
     StoreEntry,
-    SupportsAnyLength,
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
-    SupportsParts,
     SupportsPieces,
-    SupportsScatter,
     SupportsStats,
 )
 from kvtiers.testing.applies import supports
-from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, write
+from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, length, read, write
 from kvtiers.testing.guarded import PAGE, GuardedMemory, Row, pattern, same_bytes
 from kvtiers.testing.running import frequent_switches, run_together
 
-__all__ = [
-    "AnyLengthTests",
-    "BatchTests",
-    "DiagnosisTests",
-    "ListingTests",
-    "PartsTests",
-    "PiecesTests",
-    "ScatterTests",
-    "StatsTests",
-]
+__all__ = ["BatchTests", "DiagnosisTests", "ListingTests", "PiecesTests", "StatsTests"]
 
 
-_CUTS = ([3 * PAGE], [2 * PAGE, PAGE], [PAGE - 64, 64], [1, 2 * PAGE - 8, 7], [PAGE // 16] * 64)
-"""Lengths of the parts of values: one part, pages, a seal, odd lengths at odd addresses, as many as there may be."""
+def _cuts() -> list[list[int]]:
+    """Return lengths of the views of values: pages, a seal, odd lengths at odd addresses, as many as there may be."""
+    cuts = [[3 * PAGE], [2 * PAGE, PAGE], [PAGE - 64, 64], [1, 2 * PAGE - 8, 7], [PAGE // 16] * 64, [LARGE - 64, 64]]
+    random = Random(1)  # noqa: S311 -- the same cuts each time
+    for count in (2, 5, 17, 64):
+        at = sorted(random.sample(range(1, 5 * PAGE), count - 1))
+        cuts.append([end - start for start, end in zip([0, *at], [*at, 5 * PAGE], strict=True)])
+    return cuts
 
 
-def _write_many(memory: GuardedMemory, store: SupportsBatch, names: Sequence[str], contents: Sequence[bytes]) -> None:
-    store.write_many(names, [memory.row(content).source() for content in contents])
+def _rows(memory: GuardedMemory, content: bytes, lengths: Sequence[int]) -> list[Row]:
+    """Return a row for each part of the content."""
+    rows, at = [], 0
+    for nbytes in lengths:
+        rows.append(memory.row(content[at : at + nbytes]))
+        at += nbytes
+    return rows
 
 
 class BatchTests(StoreTestBase):
     """``read_many_into`` and ``write_many``. ``store: Any``: it has the methods of a store and the ability's."""
 
     @supports(SupportsBatch)
+    def test_batch_values_says_how_many_values_a_call_takes(self, store: Any) -> None:
+        assert isinstance(store.batch_values, int)
+        assert store.batch_values >= 1
+
+    @supports(SupportsBatch)
     def test_a_batch_comes_back_as_it_was_written(self, store: Any, names: Names, memory: GuardedMemory) -> None:
-        wanted = names(33)
-        contents = [pattern(seed, (1 + seed % 7) * PAGE) for seed in range(33)]
-        written = store.write_many(wanted, [memory.row(content).source() for content in contents])
-        assert list(written) == [True] * 33, f"write_many answered {written!r}; one True for each value kept"
+        count = min(33, store.batch_values)
+        wanted = names(count)
+        contents = [pattern(seed, (1 + seed % 7) * PAGE) for seed in range(count)]
+        written = store.write_many(wanted, [[memory.row(content).source()] for content in contents])
+        assert list(written) == [None] * count, f"write_many answered {written!r}; expected None for each value kept"
         rows = [memory.row(len(content)) for content in contents]
-        found = store.read_many_into(wanted[::-1], [row.destination() for row in rows[::-1]])
-        assert list(found) == [True] * 33
+        found = store.read_many_into(wanted[::-1], [[row.destination()] for row in rows[::-1]])
+        assert list(map(length, found)) == list(map(len, contents[::-1]))
         for row, content in zip(rows, contents, strict=True):
             same_bytes(row.content(), content, "a value of a batch")
             assert row.is_guarded(), "a batch wrote past one of its destinations: that is another value's memory"
@@ -63,13 +69,16 @@ class BatchTests(StoreTestBase):
     @supports(SupportsBatch)
     def test_a_batch_answers_each_name_in_order(self, store: Any, names: Names, memory: GuardedMemory) -> None:
         wanted = names(6)
-        _write_many(memory, store, [wanted[0], wanted[2], wanted[3]], [pattern(i, 2 * PAGE) for i in (0, 2, 3)])
-        pages = [2, 2, 2, 3, 2, 1]  # the fourth is there, but shorter
-        rows = [memory.row(n * PAGE) for n in pages]
-        found = store.read_many_into(wanted, [row.destination() for row in rows])
-        assert list(found) == [True, False, True, False, False, False]
-        for i in (0, 2):
-            same_bytes(rows[i].content(), pattern(i, 2 * PAGE), "a value beside absent ones")
+        for i in (0, 2, 3):
+            store.write_many([wanted[i]], [[memory.row(pattern(i, 2 * PAGE)).source()]])
+        rooms = [2, 2, 2, 3, 2, 1]  # the fourth is there, but shorter; the third is there
+        rows, found = [memory.row(n * PAGE) for n in rooms], list[int]()
+        for start in range(0, 6, store.batch_values):
+            some = slice(start, start + store.batch_values)
+            found += store.read_many_into(wanted[some], [[row.destination()] for row in rows[some]])
+        assert found == [2 * PAGE, 0, 2 * PAGE, 2 * PAGE, 0, 0]
+        for i in (0, 2, 3):
+            same_bytes(rows[i].content()[: 2 * PAGE], pattern(i, 2 * PAGE), "a value beside absent ones")
 
     @supports(SupportsBatch)
     def test_an_empty_batch_is_no_error(self, store: Any) -> None:
@@ -82,22 +91,70 @@ class BatchTests(StoreTestBase):
     ) -> None:
         one, other = names(2)
         write(memory, store, one, pattern(1, 2 * PAGE))
-        _write_many(memory, store, [other], [pattern(2, 2 * PAGE)])
+        store.write_many([other], [[memory.row(pattern(2, 2 * PAGE)).source()]])
         same_bytes(read(memory, store, other, 2 * PAGE) or b"", pattern(2, 2 * PAGE), "a batch's value, read alone")
         row = memory.row(2 * PAGE)
-        assert list(store.read_many_into([one], [row.destination()])) == [True]
+        assert list(store.read_many_into([one], [[row.destination()]])) == [2 * PAGE]
         same_bytes(row.content(), pattern(1, 2 * PAGE), "a value written alone, read in a batch")
         assert list(store.exists([one, other])) == [True, True]
 
     @supports(SupportsBatch)
+    def test_a_value_written_out_of_several_views_is_all_of_them_in_order(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        for seed, lengths in enumerate(_cuts()):
+            [name] = names(1)
+            content = pattern(seed, sum(lengths))
+            write(memory, store, name, pattern(99, PAGE))  # it replaces what is there, of another length too
+            rows = _rows(memory, content, lengths)
+            assert list(store.write_many([name], [[row.source() for row in rows]])) == [None]
+            back = read(memory, store, name, len(content)) or b""
+            same_bytes(back, content, f"a value written out of {len(lengths)} views")
+
+    @supports(SupportsBatch)
+    def test_a_value_read_into_several_views_fills_all_of_them_in_order(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        for seed, lengths in enumerate(_cuts()):
+            [name] = names(1)
+            content = pattern(seed, sum(lengths))
+            write(memory, store, name, content)
+            for _ in range(2):
+                rows = [memory.row(nbytes) for nbytes in lengths]
+                assert list(store.read_many_into([name], [[row.destination() for row in rows]])) == [len(content)]
+                same_bytes(b"".join(row.content() for row in rows), content, f"a value in {len(lengths)} views")
+                assert all(row.is_guarded() for row in rows), "a view was written past its end: that is other memory"
+
+    @supports(SupportsBatch)
+    def test_of_several_views_a_shorter_value_fills_the_first_and_a_longer_one_is_absent(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        [name] = names(1)
+        write(memory, store, name, pattern(1, 3 * PAGE))
+        for lengths, expected in (
+            ([PAGE, PAGE], 0),
+            ([3 * PAGE - 1], 0),
+            ([PAGE, 3 * PAGE], 3 * PAGE),
+            ([3 * PAGE, 64], 3 * PAGE),
+            ([7, PAGE, 2 * PAGE, PAGE, PAGE], 3 * PAGE),
+        ):
+            rows = [memory.row(nbytes) for nbytes in lengths]
+            found = store.read_many_into([name], [[row.destination() for row in rows]])
+            assert list(map(length, found)) == [expected], f"read_many_into answered {found!r} for views of {lengths}"
+            back = b"".join(row.content() for row in rows)[:expected]
+            same_bytes(back, pattern(1, 3 * PAGE)[:expected], "a value that is shorter than its views")
+            assert all(row.is_guarded() for row in rows), "a view was written past its end: that is other memory"
+
+    @supports(SupportsBatch)
     def test_no_buffer_of_a_batch_is_kept(self, store: Any, names: Names, memory: GuardedMemory) -> None:
-        wanted = names(3)
+        written, absent = names(2)
         sources = [memory.row(pattern(seed, PAGE)) for seed in range(3)]
-        store.write_many(wanted, [row.source() for row in sources])
+        store.write_many([written], [[row.source() for row in sources]])
         assert not any(row.is_kept() for row in sources), f"{type(store).__name__}.write_many kept a buffer"
-        rows = [memory.row(PAGE) for _ in range(4)]
-        store.read_many_into([*wanted, *names(1)], [row.destination() for row in rows])
-        assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.read_many_into kept a buffer"
+        for name, count in ((written, 3), (written, 2), (written, 4), (absent, 2)):
+            rows = [memory.row(PAGE) for _ in range(count)]
+            store.read_many_into([name], [[row.destination() for row in rows]])
+            assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.read_many_into kept a buffer"
 
 
 class PiecesTests(StoreTestBase):
@@ -127,117 +184,6 @@ class PiecesTests(StoreTestBase):
             if store.reads_in_pieces(nbytes):
                 pieces = store.read_pieces(name, nbytes)
                 assert pieces is None, f"read_pieces gave pieces of what is not a value of {nbytes} bytes"
-
-
-class PartsTests(StoreTestBase):
-    """``write_parts``. ``store: Any``: it has the methods of a store and the ability's."""
-
-    @supports(SupportsParts)
-    def test_a_value_written_in_parts_is_all_of_them_in_order(
-        self, store: Any, names: Names, memory: GuardedMemory
-    ) -> None:
-        for seed, lengths in enumerate(_CUTS):
-            [name] = names(1)
-            content, rows, at = pattern(seed, sum(lengths)), [], 0
-            for nbytes in lengths:
-                rows.append(memory.row(content[at : at + nbytes]))
-                at += nbytes
-            write(memory, store, name, pattern(99, PAGE))  # it replaces what is there, of another length too
-            store.write_parts(name, [row.source() for row in rows])
-            same_bytes(read(memory, store, name, at) or b"", content, f"a value of {len(lengths)} parts")
-            assert list(store.exists([name])) == [True]
-
-    @supports(SupportsParts)
-    def test_no_part_is_kept(self, store: Any, names: Names, memory: GuardedMemory) -> None:
-        rows = [memory.row(pattern(seed, PAGE)) for seed in range(2)]
-        store.write_parts(names(1)[0], [row.source() for row in rows])
-        assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.write_parts kept a part"
-
-
-class ScatterTests(StoreTestBase):
-    """``read_parts_into``. ``store: Any``: it has the methods of a store and the ability's."""
-
-    @supports(SupportsScatter)
-    def test_a_value_read_into_parts_fills_all_of_them_in_order(
-        self, store: Any, names: Names, memory: GuardedMemory
-    ) -> None:
-        for seed, lengths in enumerate(_CUTS):
-            [name] = names(1)
-            content = pattern(seed, sum(lengths))
-            write(memory, store, name, content)
-            for _ in range(2):
-                rows = [memory.row(nbytes) for nbytes in lengths]
-                found = store.read_parts_into(name, [row.destination() for row in rows])
-                assert found is True, f"read_parts_into answered {found!r} for a value that was written"
-                same_bytes(b"".join(row.content() for row in rows), content, f"a value in {len(lengths)} parts")
-                assert all(row.is_guarded() for row in rows), "a part was written past its end: that is other memory"
-
-    @supports(SupportsScatter)
-    def test_what_is_absent_or_of_another_length_is_not_read_into_parts(
-        self, store: Any, names: Names, memory: GuardedMemory
-    ) -> None:
-        one, absent = names(2)
-        write(memory, store, one, pattern(1, 3 * PAGE))
-        for name, lengths in ((absent, [PAGE, 2 * PAGE]), (one, [PAGE, PAGE]), (one, [PAGE, 3 * PAGE])):
-            found = store.read_parts_into(name, [memory.row(nbytes).destination() for nbytes in lengths])
-            assert found is False, f"read_parts_into answered {found!r} for what is no value of {sum(lengths)} bytes"
-
-    @supports(SupportsScatter)
-    def test_no_part_that_was_read_into_is_kept(self, store: Any, names: Names, memory: GuardedMemory) -> None:
-        one, absent = names(2)
-        write(memory, store, one, pattern(1, 2 * PAGE))
-        for name in (one, absent):
-            rows = [memory.row(PAGE) for _ in range(2)]
-            store.read_parts_into(name, [row.destination() for row in rows])
-            assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.read_parts_into kept a part"
-
-
-class AnyLengthTests(StoreTestBase):
-    """``read_any_into``. ``store: Any``: it has the methods of a store and the ability's."""
-
-    @supports(SupportsAnyLength)
-    def test_a_value_is_read_without_being_given_its_length(
-        self, store: Any, names: Names, memory: GuardedMemory
-    ) -> None:
-        sizes = (PAGE, 3 * PAGE, 33 * PAGE, LARGE)
-        wanted = names(len(sizes))
-        for seed, (name, nbytes) in enumerate(zip(wanted, sizes, strict=True)):
-            write(memory, store, name, pattern(seed, nbytes))
-        for room in (LARGE, 2 * LARGE):
-            rows = [memory.row(room) for _ in sizes]
-            assert self._read(store, wanted, rows) == list(sizes)
-            for seed, (row, nbytes) in enumerate(zip(rows, sizes, strict=True)):
-                same_bytes(row.content()[:nbytes], pattern(seed, nbytes), "a value that is shorter than its dst")
-                assert row.is_guarded(), "read_any_into wrote past its destination: that is other memory"
-
-    @supports(SupportsAnyLength)
-    def test_what_is_absent_or_longer_than_its_dst_has_no_length(
-        self, store: Any, names: Names, memory: GuardedMemory
-    ) -> None:
-        one, absent, other = names(3)
-        write(memory, store, one, pattern(1, 3 * PAGE))
-        write(memory, store, other, pattern(2, PAGE))
-        rows = [memory.row(2 * PAGE) for _ in range(4)]
-        assert self._read(store, [one, absent, other, absent], rows) == [0, 0, PAGE, 0]
-        same_bytes(rows[2].content()[:PAGE], pattern(2, PAGE), "a value beside one that is too long")
-        assert all(row.is_guarded() for row in rows), "read_any_into wrote past its destination: that is other memory"
-
-    @supports(SupportsAnyLength)
-    def test_no_buffer_of_a_read_of_any_length_is_kept(self, store: Any, names: Names, memory: GuardedMemory) -> None:
-        one, absent, other = names(3)
-        write(memory, store, one, pattern(1, 2 * PAGE))
-        write(memory, store, other, pattern(1, 4 * PAGE))
-        rows = [memory.row(3 * PAGE) for _ in range(3)]
-        self._read(store, [one, absent, other], rows)
-        assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.read_any_into kept a buffer"
-
-    @staticmethod
-    def _read(store: Any, names: Sequence[str], rows: Sequence[Row]) -> list[int]:
-        """Read in one call, or in as many as a store without batches gets."""
-        if isinstance(store, SupportsBatch):
-            return list(store.read_any_into(names, [row.destination() for row in rows]))  # type: ignore[attr-defined]
-        pairs = zip(names, rows, strict=True)
-        return [length for name, row in pairs for length in store.read_any_into([name], [row.destination()])]
 
 
 def _listed(store: SupportsListing, prefix: str) -> list[str]:

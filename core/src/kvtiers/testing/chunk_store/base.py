@@ -12,7 +12,7 @@ from kvtiers.testing.backend import Step, require_backend
 from kvtiers.testing.guarded import PAGE, GuardedMemory
 from kvtiers.testing.running import call_within
 
-__all__ = ["LARGE", "Names", "OpenStore", "StoreTestBase", "Stores", "read", "write"]
+__all__ = ["LARGE", "Names", "OpenStore", "StoreTestBase", "Stores", "length", "read", "write"]
 
 LARGE = 2048 * PAGE + PAGE
 """A value larger than what buffers and network messages usually hold, and of no round length."""
@@ -80,9 +80,13 @@ def write(memory: GuardedMemory, store: ChunkStore, name: str, content: bytes) -
 def read(memory: GuardedMemory, store: ChunkStore, name: str, nbytes: int) -> bytes | None:
     """Read a value of this length into a poisoned row of its own; None: the store says that it has none."""
     row = memory.row(nbytes)
-    found = store.read_into(name, row.destination())
-    assert isinstance(found, bool), f"read_into returned {found!r}; the contract says True or False"
-    return row.content() if found else None
+    return row.content() if length(store.read_into(name, row.destination())) == nbytes else None
+
+
+def length(answer: object) -> int:
+    """Return the answer of a read, which is a length."""
+    assert type(answer) is int, f"a read returned {answer!r}; the contract says the value's length, or 0"
+    return answer
 
 
 def _first_steps(open_store: OpenStore) -> Iterator[Step]:

@@ -14,7 +14,7 @@ import pytest
 
 from kvtiers._child_watch import ChildWatch, end_children
 from kvtiers._failures import plugin_boundary
-from kvtiers.api import ChunkStore, StoreFull, SupportsBatch, SupportsListing
+from kvtiers.api import ChunkStore, NotKept, SupportsBatch, SupportsListing
 from kvtiers.testing.applies import applies_to
 from kvtiers.testing.chunk_store.base import Names, OpenStore, Stores, StoreTestBase, read, write
 from kvtiers.testing.guarded import PAGE, GuardedMemory, is_one_version, pattern, same_bytes
@@ -167,8 +167,8 @@ def _calls(store: Any, name: str, memory: GuardedMemory) -> dict[str, Callable[[
         "delete": lambda: store.delete([name]),
     }
     if isinstance(store, SupportsBatch):
-        calls["read_many_into"] = lambda: store.read_many_into([name], [row.destination()])
-        calls["write_many"] = lambda: store.write_many([name], [row.source()])
+        calls["read_many_into"] = lambda: store.read_many_into([name], [[row.destination()]])
+        calls["write_many"] = lambda: store.write_many([name], [[row.source()]])
     if isinstance(store, SupportsListing):
         calls["list"] = lambda: list(store.list(name))
     return calls
@@ -201,10 +201,10 @@ class FailureTests(StoreTestBase):
         """Return what a call did that should have raised; "" if it raised."""
         answers: list[object] = []
         try:
-            with plugin_boundary(StoreFull) as calling:
+            with plugin_boundary(NotKept) as calling:
                 where = call_within(self.patience, lambda: answers.append(call()))
-        except StoreFull:
-            return "raised StoreFull, which says that all is well but for the room"
+        except NotKept:
+            return "raised NotKept, which says that all is well but for this value"
         if calling.error:
             return ""  # it raised, as it has to
         return f"did not return within {self.patience:g} s{where}" if where else f"returned {answers[0]!r}"

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from kvtiers.api import StoreFull
+from kvtiers.api import NotKept
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import TEMP_PREFIX, Directory
 from kvtiers_fs.evictor import free_bytes
@@ -185,7 +185,7 @@ class SlabEvictor:
             if os.preadv(claimed.file.fd, [value], entry.at) == entry.nbytes:
                 try:
                     self._move(slab, record.name, entry, value)
-                except (StoreFull, LockBusyError):
+                except (NotKept, LockBusyError):
                     return False
                 self._counts["kept_values"] += 1
         return True

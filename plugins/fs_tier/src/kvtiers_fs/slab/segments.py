@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvtiers.api import StoreFull, WritesRefused
+from kvtiers.api import NotKept
 from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import GONE, Directory
@@ -36,8 +36,11 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 LOCK_SECONDS = 1.0  # another process holds the index's lock for microseconds
 
 
-class TooLargeError(WritesRefused):
+class TooLargeError(NotKept):
     """A value is longer than a segment of this slab: to make room would not help."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, full=False)
 
 
 class SegmentFile:
@@ -174,7 +177,7 @@ class Segments:
     def take(self, lengths: Sequence[int]) -> Taken:
         """Take room for as many of these values as one segment has it, which ``give_back`` ends.
 
-        StoreFull: there is none for the first one; TooLargeError: nor will there ever be.
+        NotKept: there is none for the first one; TooLargeError: nor will there ever be.
         """
         pages = pages_of(lengths[0])
         if pages * PAGE > self._index.header.segment_bytes:
@@ -239,7 +242,7 @@ class Segments:
             self._claimed = self._begun(pages) or self._empty() or self._new() or self._oldest()
         self._woken()
         if self._claimed is None:
-            raise StoreFull("no room: the disk has none for another segment, and others write to all that there are")
+            raise NotKept("no room: the disk has none for another segment, and others write to all that there are")
         return self._claimed
 
     def _fill(self, claimed: Claimed) -> None:

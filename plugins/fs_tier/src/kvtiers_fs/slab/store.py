@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvtiers.api import ChunkStore, ConfigError, Finding, Refused, StoreEntry, StoreFull, TierUnavailable, WritesRefused
+from kvtiers.api import ChunkStore, ConfigError, Finding, NotKept, StoreEntry, TierUnavailable
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import GONE, TOO_LARGE, Directory
 from kvtiers_fs.limits import Limits
@@ -17,7 +17,7 @@ from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of
 from kvtiers_fs.slab.index import Index, LockBusyError
 from kvtiers_fs.slab.segments import LOCK_SECONDS, SegmentFile, Slab, Taken, TooLargeError
-from kvtiers_fs.values import LEAST_COLD, behind, is_cached, try_direct
+from kvtiers_fs.values import LEAST_COLD, behind, front, is_cached, try_direct
 
 __all__ = ["SlabStore"]
 
@@ -33,6 +33,8 @@ _MOST_PARTS = 1024  # of one call (IOV_MAX)
 
 class SlabStore(ChunkStore):
     """Values in the slab of one directory. ``value_bytes``: the longest value that will come, for a new slab."""
+
+    batch_values = 32
 
     def __init__(self, config: FsConfig, value_bytes: int = 4096, *, read_only: bool = False) -> None:
         self._config = config
@@ -92,20 +94,12 @@ class SlabStore(ChunkStore):
 
     # -- reads
 
-    def read_into(self, name: str, dst: memoryview) -> bool:
-        """Fill ``dst`` from its place in a segment, if that was not used again meanwhile."""
-        return self.read_many_into([name], [dst])[0]
+    def read_into(self, name: str, dst: memoryview) -> int:
+        """Fill the start of ``dst`` from its place in a segment, if that was not used again meanwhile."""
+        return self.read_many_into([name], [[dst]])[0]
 
-    def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[int]:
         """Fill each from its place; what lies one behind the other is read in one call."""
-        return [nbytes > 0 for nbytes in self._read(names, dsts, shorter=False)]
-
-    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
-        """Fill the start of each from its place."""
-        return self._read(names, dsts, shorter=True)
-
-    def _read(self, names: Sequence[str], dsts: Sequence[memoryview], *, shorter: bool) -> list[int]:
-        """Return the lengths of the values that were read, 0 of each other one."""
         slab, found = self.slab, [0] * len(names)
         if slab.index is None:
             for name in names:
@@ -115,7 +109,7 @@ class SlabStore(ChunkStore):
         for _ in range(_TRIES):
             if not wanted:
                 break
-            used_again = self._read_some(slab, slab.index, wanted, dsts, found, shorter=shorter)
+            used_again = self._read_some(slab, slab.index, wanted, dsts, found)
             wanted = {number: wanted[number] for number in used_again}
         return found
 
@@ -124,16 +118,14 @@ class SlabStore(ChunkStore):
         slab: Slab,
         index: Index,
         wanted: Mapping[int, bytes],
-        dsts: Sequence[memoryview],
+        dsts: Sequence[Sequence[memoryview]],
         found: list[int],
-        *,
-        shorter: bool,
     ) -> list[int]:
         """Read what the index has; return those whose segments were used for others meanwhile.
 
         What was moved before that is in another place now.
         """
-        entries = self._entries(index, wanted, dsts, shorter=shorter)
+        entries = self._entries(index, wanted, dsts)
         segments = {entry.segment for entry in entries.values()}
         rows = index.rows_of(segments)
         read: list[int] = []
@@ -142,7 +134,8 @@ class SlabStore(ChunkStore):
             first = entries[run[0]]
             file = self._file_of(slab, first, rows.get(first.segment))
             if file is not None:
-                done = self._fill(file, first.at, [dsts[number][: entries[number].nbytes] for number in run])
+                views = [view for number in run for view in front(dsts[number], entries[number].nbytes)]
+                done = self._fill(file, first.at, views)
                 for number in run:
                     done -= entries[number].nbytes
                     (read if done >= 0 else cut_short).append(number)
@@ -155,14 +148,12 @@ class SlabStore(ChunkStore):
         return [number for number in (*read, *cut_short) if number not in current]
 
     def _entries(
-        self, index: Index, wanted: Mapping[int, bytes], dsts: Sequence[memoryview], *, shorter: bool
+        self, index: Index, wanted: Mapping[int, bytes], dsts: Sequence[Sequence[memoryview]]
     ) -> dict[int, Entry]:
         entries: dict[int, Entry] = {}
         for number, digest in wanted.items():
             entry = index.find(digest)
-            if entry is None or self._is_expired(entry):
-                continue
-            if entry.nbytes == len(dsts[number]) or (shorter and entry.nbytes < len(dsts[number])):
+            if entry is not None and not self._is_expired(entry) and entry.nbytes <= sum(map(len, dsts[number])):
                 entries[number] = entry
         return entries
 
@@ -250,30 +241,27 @@ class SlabStore(ChunkStore):
     # -- changes
 
     def write(self, name: str, src: memoryview) -> None:
-        """Write the value into this store's segment, then its entry. StoreFull where no segment can be had.
+        """Write the value into this store's segment, then its entry. NotKept where no segment can be had.
 
-        WritesRefused where the file system has become read-only.
+        Not full, but refused, where the file system has become read-only.
         """
         slab, digest = self._writable(), _digest(name)
         with self._refusing():
-            self._write_run(slab, [(name, digest)], [src])
+            self._write_run(slab, [(name, digest)], [[src]])
 
-    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool | Refused]:
-        """Write the values, as many as there is room for one behind the other in one call.
-
-        False: no room. Refused: the value is larger than a segment.
-        """
-        slab, kept = self._writable(), list[bool | Refused]()
+    def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> Sequence[NotKept | None]:
+        """Write the values, as many as there is room for one behind the other in one call."""
+        slab, kept = self._writable(), list[NotKept | None]()
         pairs = [(name, _digest(name)) for name in names]
         while len(kept) < len(pairs):
             at = len(kept)
             try:
                 with self._refusing():
-                    kept += [True] * self._write_run(slab, pairs[at:], srcs[at:])
+                    kept += [None] * self._write_run(slab, pairs[at:], srcs[at:])
             except TooLargeError as error:
-                kept.append(Refused(str(error)))
-            except StoreFull:  # a lock or a disk, which is the same for all
-                kept += [False] * (len(pairs) - at)
+                kept.append(error)
+            except NotKept as error:  # a lock or a disk, which is the same for all
+                kept += [error] * (len(pairs) - at)
         return kept
 
     @contextlib.contextmanager
@@ -283,8 +271,8 @@ class SlabStore(ChunkStore):
             yield
         except LockBusyError as error:
             self._dropped += 1
-            raise StoreFull(str(error)) from None
-        except StoreFull:
+            raise NotKept(str(error)) from None
+        except NotKept:
             self._dropped += 1
             raise
         except OSError as error:
@@ -293,19 +281,19 @@ class SlabStore(ChunkStore):
             self._dropped += 1
             if error.errno == errno.EROFS:
                 path = str(self._config.path)
-                raise WritesRefused(f"the file system of {path!r} has become read-only") from None
+                raise NotKept(f"the file system of {path!r} has become read-only", full=False) from None
             if error.errno == errno.EFBIG:
-                raise StoreFull(TOO_LARGE.format(what="a segment")) from None
-            raise StoreFull(f"the disk has no room: {error.strerror}") from None
+                raise NotKept(TOO_LARGE.format(what="a segment")) from None
+            raise NotKept(f"the disk has no room: {error.strerror}") from None
 
-    def _write_run(self, slab: Slab, names: Sequence[tuple[str, bytes]], srcs: Sequence[memoryview]) -> int:
+    def _write_run(self, slab: Slab, names: Sequence[tuple[str, bytes]], srcs: Sequence[Sequence[memoryview]]) -> int:
         """Write the first of these values, as many as fit behind each other; return how many."""
-        lengths = list(map(len, srcs))
+        lengths = [sum(map(len, views)) for views in srcs]
         uneven = next((number for number, nbytes in enumerate(lengths) if nbytes % PAGE), len(lengths))
         taken = slab.segments.take(lengths[: max(1, uneven)])
         count = len(taken.lengths)
         try:
-            self._pour(taken, srcs[:count])
+            self._pour(taken, [view for views in srcs[:count] for view in views])
             now = int(time.time())
             entries = [
                 Entry(digest, taken.claimed.row.edition, taken.claimed.segment, 0, page, nbytes, now)
