@@ -36,6 +36,7 @@ from kvtiers.api import ChunkStore, TransferJob, make_offload_key
 from kvtiers.api.units import format_size
 from kvtiers.config import load_config
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -232,7 +233,7 @@ class TierLane:
         [options] = load_config(config).secondary
         hosts = TierHosts(HostedRegion(fd, total, total, nbytes, [(payload, nbytes)]), "bench", lambda: NAMES)
         stack.callback(hosts.close, 10.0)
-        self._tier = ChunkStoreTier(options, hosts.pool(options))
+        self._tier = ChunkStoreTier(options, hosts.pool(options, load_tier(options.type)))
         stack.callback(self._tier.close)
         hosts.start()
         assert not (problem := self._tier.wait_open(30.0)), problem

@@ -33,6 +33,7 @@ from kvtiers.encryption.seal import decrypt_value, encrypt_value
 from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import Mapping, create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -140,7 +141,7 @@ class Lane:
         region = HostedRegion(fd, ROW_BYTES, ROW_BYTES, nbytes, [(nbytes - SEAL, nbytes)])
         hosts = TierHosts(region, "bench", lambda: NAMES, is_awaited=True, encryption=encryption)
         stack.callback(hosts.close, 10.0)
-        self._tier = ChunkStoreTier(config, hosts.pool(config))
+        self._tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
         stack.callback(self._tier.close)
         hosts.start()
         assert not (problem := self._tier.wait_open(30.0)), problem

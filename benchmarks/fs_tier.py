@@ -38,6 +38,7 @@ from rigs.slab_lanes import measure_delays, measure_slab
 from kvtiers.api import JobResult, OffloadKey, TransferJob, make_offload_key
 from kvtiers.api.units import format_size
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -123,7 +124,7 @@ def host_lane(path: Path, fd: int, rows: memoryview, nbytes: int, stack: ExitSta
     region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])
     hosts = TierHosts(region, "bench", lambda: NAMES)
     stack.callback(hosts.close, 10.0)
-    tier = ChunkStoreTier(options, hosts.pool(options))
+    tier = ChunkStoreTier(options, hosts.pool(options, load_tier(options.type)))
     stack.callback(tier.close)
     hosts.start()
     assert not (problem := tier.wait_open(30.0)), problem

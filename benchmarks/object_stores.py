@@ -32,6 +32,7 @@ from lib.results import WAYS, at_least, middle_share, say
 
 from kvtiers.api import TierConfig
 from kvtiers.api.units import format_size
+from kvtiers.plugins import load_tier
 from kvtiers.secondary.placement import host_count
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
@@ -49,7 +50,7 @@ def with_threads(config_class: type[TierConfig], options: dict[str, Any]) -> Any
     """Return the tier's options with as many threads for stores as obstore's lane has, in all its hosts."""
     # `nice: 0`: on a machine that others use too, its host is to have what the lanes in this process have.
     found = config_class(**{"nice": 0, "store_queue": 1 << 20, "prefix": "bench", **options})
-    return found.model_copy(update={"threads": math.ceil((THREADS - 1) / host_count(found)) + 1})
+    return found.model_copy(update={"threads": math.ceil((THREADS - 1) / host_count(found, load_tier(found.type))) + 1})
 
 
 def s3(endpoint: str) -> tuple[Any, Any]:

@@ -51,6 +51,7 @@ from rigs.busy_loop import busy_driver, busy_process
 from rigs.store_tier_lane import TierLane
 
 from kvtiers.api.units import format_size, parse_size
+from kvtiers.plugins import load_tier
 from kvtiers.secondary.placement import host_count
 from kvtiers_redis.config import RedisConfig
 
@@ -332,7 +333,7 @@ def main() -> None:
             suits = is_large and kind in WITH_IO_THREADS
             tier_options, moved = (TIER_OPTIONS if suits else {}) | forced, LARGE_BYTES if suits else total
             tier = config("redis://localhost", **tier_options)
-            found["tier"][kind] = {"hosts": host_count(tier), "threads": tier.threads}
+            found["tier"][kind] = {"hosts": host_count(tier, load_tier(tier.type)), "threads": tier.threads}
             found[kind] = []
             for nbytes in sizes:
                 print(f"{KINDS[kind]}, {format_size(nbytes)} ...", file=sys.stderr)

@@ -67,6 +67,7 @@ from rigs.busy_loop import busy_driver, busy_process
 
 from kvtiers.api import OffloadKey
 from kvtiers.api.units import format_size
+from kvtiers.plugins import load_tier
 from kvtiers.secondary.placement import host_count
 from kvtiers_objectstore.requests import Requests
 from kvtiers_s3.config import S3Config
@@ -102,7 +103,7 @@ def config(endpoint: str, bucket: str, **options: Any) -> S3Config:
     where = {"endpoint": endpoint, "bucket": bucket, "prefix": "bench"}
     # `nice: 0`: on a machine that others use too, its host is to have what the lanes in this process have.
     found = S3Config(**{"type": "s3", "nice": 0, "store_queue": 1 << 20, **where, **keys, **options})
-    writers = math.ceil((THREADS - 1) / host_count(found))
+    writers = math.ceil((THREADS - 1) / host_count(found, load_tier(found.type)))
     return found.model_copy(update={"threads": writers + 1})
 
 
@@ -371,7 +372,7 @@ def main() -> None:
         for name, endpoint in endpoints.items():
             trivial = name == "trivial"
             where = config(endpoint, "bench-bucket" if trivial else servers.new_bucket(endpoint))
-            found["tier"] = {"hosts": host_count(where), "threads": where.threads}
+            found["tier"] = {"hosts": host_count(where, load_tier(where.type)), "threads": where.threads}
             forget = (lambda *_: None) if trivial else delete_all  # the trivial one forgets by itself
             total, most, most_passes = AMOUNTS[name]
             of_sizes = found["servers"][name] = []

@@ -73,7 +73,7 @@ def _own_figures() -> dict[str, dict[str, str]]:
     """Return the tier types that name a figure of their store, by its name; with what it is."""
     found: dict[str, dict[str, str]] = {}
     for kind in dict.fromkeys(entry.name for entry in installed_tiers()):
-        for figure, text in load_tier(kind).config.figures.items():
+        for figure, text in load_tier(kind).figures.items():
             found.setdefault(name_of_own(figure), {})[kind] = text
     return found
 

@@ -12,6 +12,7 @@ from lib.processes import tier_hosts
 
 from kvtiers.api import OffloadKey, TierConfig, TransferJob, make_offload_key
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.jobs import TieringOptions
@@ -38,7 +39,7 @@ class TierLane:
         region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])
         hosts = TierHosts(region, "bench", lambda: NAMES, is_awaited=True)
         stack.callback(hosts.close, 10.0)
-        self.tier = ChunkStoreTier(config, hosts.pool(config))
+        self.tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
         stack.callback(self.tier.close)
         hosts.start()
         assert not (problem := self.tier.wait_open(30.0)), problem

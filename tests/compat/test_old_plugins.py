@@ -18,7 +18,7 @@ from kvtiers.api import API_VERSION
 
 HERE = Path(__file__).parent
 FROZEN = {
-    1: ("api_1", "9cee599cda30bdb9d1bbbbd3e381e1183361ebc3e709a03354f3979a0baaf825"),
+    1: ("api_1", "a20c9083954007f09b9dc4656f5645b6f6502f89cdec738a31f721caa3471749"),
 }
 CONFIG = """version: 1
 primary: {{capacity: 64MiB}}

@@ -28,7 +28,7 @@ def open_tier(config, context):
 
 @hookimpl
 def kvtiers_tier():
-    return TierPlugin(name="{name}", kind="{kind}", config=Config, open=open_tier, api_version=1)
+    return TierPlugin(name="{name}", kind="{kind}", config=Config, open=open_tier, api_version=1{facts})
 '''
 
 
@@ -63,11 +63,24 @@ class Distributions:
         return self.install(name or f"kvtiers-{type_name}", entry_points, version=version, source=source)
 
     def tier(
-        self, type_name: str, *, options: str = "", opened: str = "raise OSError('no backend')", kind: str = "store"
+        self,
+        type_name: str,
+        *,
+        options: str = "",
+        opened: str = "raise OSError('no backend')",
+        kind: str = "store",
+        facts: str = "",
     ):
-        """Install a tier type with these options (lines of a class) and this body of ``open(config, context)``."""
+        """Install a tier type with these options (lines of a class) and this body of ``open(config, context)``.
+
+        ``facts``: further arguments of its TierPlugin.
+        """
         source = _TIER.format(
-            name=type_name, kind=kind, options=_indented(options, "pass"), open=_indented(opened, "pass")
+            name=type_name,
+            kind=kind,
+            options=_indented(options, "pass"),
+            open=_indented(opened, "pass"),
+            facts=facts and f", {facts}",
         )
         return self.install_tier(type_name, source)
 

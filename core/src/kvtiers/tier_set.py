@@ -99,7 +99,10 @@ class TierSet:
 
     def limits_of(self, config: TierConfig) -> Limits:
         """Return the limits of each host of a tier with this config."""
-        share = share_of(config, host_count(config)) if config.io == "process" else config
+        share = config
+        if config.io == "process":
+            plugin = load_tier(config.type)
+            share = share_of(config, plugin, host_count(config, plugin))
         writers = None if share.store_threads == "auto" else int(share.store_threads)
         limit = share.rate_limit
         return Limits(share.threads, writers, limit.bytes_per_second, limit.requests_per_second)
@@ -192,7 +195,8 @@ class TierSet:
         else:
             row_bytes = self._rows.row_stride
             rows = len(self._rows.view) // row_bytes
-            tier = ChunkStoreTier(config, self._pool(plugin, config), rows=rows, row_bytes=row_bytes)
+            pool = self._pool(plugin, config)
+            tier = ChunkStoreTier(config, pool, rows=rows, row_bytes=row_bytes, when_full=plugin.when_full)
         value_bytes, capacity = max(value for _, value in self._rows.sizes), getattr(config, "capacity", None)
         options = TierOptions(
             name,
@@ -202,13 +206,13 @@ class TierSet:
             config.may_lose,
             None if config.writes_per_hour is None else config.writes_per_hour / value_bytes,
             capacity // value_bytes if isinstance(capacity, int) else None,
-            type(config).shareable,
+            plugin.shareable,
         )
         return TierSlot(index, tier, options), tier
 
     def _pool(self, plugin: TierPlugin, config: TierConfig) -> HostPool:
         if config.io == "process" and self._hosts is not None:
-            return self._hosts.pool(config)
+            return self._hosts.pool(config, plugin)
         if config.io == "process":
             name = config.tier_name
             _log.warning("%s: no tier host, since none could map this region: its io is 'thread'", name)

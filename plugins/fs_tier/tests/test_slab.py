@@ -14,6 +14,7 @@ from kvtiers.api import ConfigError, NotKept, TierContext, TierUnavailable
 from kvtiers.layout.namespace_epoch import read_epoch, write_epoch
 from kvtiers.plugins import load_tier
 from kvtiers_fs.config import FsConfig
+from kvtiers_fs.plugin import FIGURES
 from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.format import PAGE, SLAB_FORMAT, Dead, Entry, Header, NameRecord, Row, digest_of, name_records
 from kvtiers_fs.slab.index import INDEX_FILE
@@ -94,7 +95,7 @@ def test_the_capacity_is_kept_and_what_was_written_last_is_there(slab_folder, re
     assert all(there[-6 * SEGMENT // PAGE :])
     slab_folder.settle(store)
     figures = store.stats()
-    assert set(figures) == set(FsConfig.figures)
+    assert set(figures) == set(FIGURES)
     # The spare segment is made by the thread, at any time.
     assert figures["values"] + figures["evicted_values"] == 1000
     assert figures["segments"] == 8

@@ -11,6 +11,7 @@ from mooncake_pool import PATIENCE
 
 from kvtiers.api import LookupResult, TransferJob, make_offload_key
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -120,7 +121,7 @@ def hosted(config: MooncakeConfig) -> Iterator[Hosted]:
     mapping = map_memory(fd, total, total)
     region = HostedRegion(fd, total, total, VALUE_BYTES, [(PAYLOAD_BYTES, VALUE_BYTES)])
     hosts = TierHosts(region, "ns", lambda: _NAMES)
-    tier = ChunkStoreTier(config, hosts.pool(config))
+    tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
     try:
         hosts.start()
         yield Hosted(tier, mapping.view, others)

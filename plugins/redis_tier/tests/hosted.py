@@ -10,6 +10,7 @@ from redis_servers import PATIENCE
 
 from kvtiers.api import TransferJob, make_offload_key
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -84,7 +85,7 @@ def hosted(config: RedisConfig) -> Iterator[Hosted]:
     mapping = map_memory(fd, total, total)
     region = HostedRegion(fd, total, total, _VALUE_BYTES, [(_VALUE_BYTES - _SEAL_BYTES, _VALUE_BYTES)])
     hosts = TierHosts(region, "ns", lambda: _NAMES)
-    tier = ChunkStoreTier(config, hosts.pool(config))
+    tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
     try:
         hosts.start()
         yield Hosted(tier)

@@ -19,7 +19,7 @@ from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.host.value_run import ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers_redis.config import RedisConfig
+from kvtiers_redis.plugin import FIGURES
 from kvtiers_redis.store import RedisStore
 
 MIB = 1 << 20
@@ -167,7 +167,7 @@ def test_connections_are_named_and_few(tier, single, redis, names, value):
         store.exists([name])
     assert [client["name"] for client in redis.client_list()].count("my-tier") == 1
     assert store.stats()["connects"] == 1
-    assert set(store.stats()) == set(RedisConfig.figures)
+    assert set(store.stats()) == set(FIGURES)
 
 
 def test_connections_are_kept_for_as_many_threads_as_there_are(tier, single):

@@ -22,7 +22,7 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.testing.guarded import GuardedMemory
 from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError, ObjectStoreThrottledError
 from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
-from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.plugin import FIGURES
 from kvtiers_s3.store import S3Store
 
 PAGE = 4096
@@ -421,7 +421,7 @@ def test_every_request_is_counted_by_its_kind_and_priced(opened, config, between
     store.delete(["a"])
     store.delete(["large", "b"])
     figures = store.stats()
-    assert set(figures) == set(S3Config.figures)
+    assert set(figures) == set(FIGURES)
     sent = between.methods()
     gets = sent.count("GET") - 1
     expected = {"get": gets, "list": 1, "head": 2, "put": 3, "post": 3, "delete": 1}

@@ -9,6 +9,7 @@ import os
 import pytest
 
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import create_memfd
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -25,7 +26,7 @@ class HostedTier(ChunkStoreTier):
     def __init__(self, config, region):
         self._processes = TierHosts(region, "test", lambda: NAMES)
         self._kept = []
-        super().__init__(config, self._processes.pool(config))
+        super().__init__(config, self._processes.pool(config, load_tier(config.type)))
         self._processes.start()
         assert not (error := self.wait_open(60.0)), error
 

@@ -34,7 +34,7 @@ def test_one_host_is_asked_for_anywhere(shelf, tiers_yaml, with_tier, processes,
 
 
 def test_a_store_that_says_that_it_can_be_shared_may_have_several(distributions, tiers_yaml, with_tier, monkeypatch):
-    distributions.tier("shelf", options="shareable = True\npath: str")
+    distributions.tier("shelf", options="path: str", facts="shareable=True")
     monkeypatch.setenv("HOSTS", "3")
     tiers_yaml.write_text(with_tier("processes: ${HOSTS}"))
     (tier,) = load_config(tiers_yaml).secondary

@@ -2,12 +2,16 @@
 
 import pytest
 
-from kvtiers.api import RateLimit, TierConfig
+from kvtiers.api import RateLimit, TierConfig, TierPlugin
 from kvtiers.secondary.placement import host_count, share_of, store_threads
 
 
-class SharedConfig(TierConfig):
-    shareable = True
+def plugin(**facts):
+    return TierPlugin(name="t", kind="store", config=TierConfig, open=None, api_version=1, **facts)
+
+
+SHARED = plugin(shareable=True)
+LOCAL = plugin(shareable=True, writes_locally=True)
 
 
 @pytest.mark.parametrize(
@@ -29,24 +33,22 @@ class SharedConfig(TierConfig):
 )
 def test_how_many_hosts_a_tier_has_by_itself(monkeypatch, processors, options, count):
     monkeypatch.setattr("kvtiers.secondary.placement.usable_processors", lambda: processors)
-    assert host_count(SharedConfig(type="t", **options)) == count
+    assert host_count(TierConfig(type="t", **options), SHARED) == count
     if "processes" not in options:
-        assert host_count(TierConfig(type="t", **options)) == 1, "a store that does not say that it can be shared"
+        assert host_count(TierConfig(type="t", **options), plugin()) == 1, (
+            "a store that does not say that it can be shared"
+        )
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_hosts_share_the_rate_limits(count):
-    config = SharedConfig(type="t", rate_limit=RateLimit(bytes_per_second=1_000_000, requests_per_second=5.0))
-    limit = share_of(config, count).rate_limit
+    config = TierConfig(type="t", rate_limit=RateLimit(bytes_per_second=1_000_000, requests_per_second=5.0))
+    limit = share_of(config, SHARED, count).rate_limit
     assert 0.99 < count * limit.bytes_per_second / 1_000_000 <= 1
     assert count * limit.requests_per_second == pytest.approx(5.0)
-    assert share_of(SharedConfig(type="t"), count).rate_limit == RateLimit()
-    least = share_of(SharedConfig(type="t", rate_limit=RateLimit(bytes_per_second=1)), count).rate_limit
+    assert share_of(TierConfig(type="t"), SHARED, count).rate_limit == RateLimit()
+    least = share_of(TierConfig(type="t", rate_limit=RateLimit(bytes_per_second=1)), SHARED, count).rate_limit
     assert least.bytes_per_second == 1
-
-
-class LocalConfig(SharedConfig):
-    writes_locally = True
 
 
 @pytest.mark.parametrize(
@@ -64,18 +66,18 @@ class LocalConfig(SharedConfig):
 )
 def test_all_hosts_of_a_tier_write_on_half_of_the_processors_at_most(monkeypatch, processors, options, here, elsewhere):
     monkeypatch.setattr("kvtiers.secondary.placement.usable_processors", lambda: processors)
-    for kind, expected in ((LocalConfig, here), (SharedConfig, elsewhere)):
-        config = kind(type="t", **options)
-        assert store_threads(config, host_count(config)) == expected
-        assert share_of(config, host_count(config)).store_threads == expected, "what each host is given"
+    config = TierConfig(type="t", **options)
+    for kind, expected in ((LOCAL, here), (SHARED, elsewhere)):
+        assert store_threads(config, kind, host_count(config, kind)) == expected
+        assert share_of(config, kind, host_count(config, kind)).store_threads == expected, "what each host is given"
 
 
 @pytest.mark.parametrize(("threads", "store_threads"), [(4, 4), (4, 0), (1, 2)])
 def test_a_thread_is_kept_for_loads(threads, store_threads):
     with pytest.raises(ValueError, match="expected 1 to"):
-        SharedConfig(type="t", threads=threads, store_threads=store_threads)
+        TierConfig(type="t", threads=threads, store_threads=store_threads)
 
 
 def test_each_of_several_hosts_is_one_with_all_the_threads():
-    share = share_of(SharedConfig(type="t", processes=3, threads=5), 3)
+    share = share_of(TierConfig(type="t", processes=3, threads=5), SHARED, 3)
     assert (share.processes, share.threads) == (1, 5)

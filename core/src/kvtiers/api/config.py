@@ -8,8 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -229,25 +228,6 @@ class TierConfig(StrictModel):
     declares itself is the tier's own.
     """
 
-    shareable: ClassVar[bool] = False
-    """Several processes may have the store open at the same time, and each finds what the others have written. Only
-    then may the tier have more than one tier host: ``processes``."""
-
-    writes_locally: ClassVar[bool] = False
-    """Writing a value takes this machine's processors for as long as it lasts, as copying into a file does, and does
-    not wait for another machine. Only some of the threads write at the same time then: ``store_threads``."""
-
-    shared_figures: ClassVar[frozenset[str]] = frozenset()
-    """Those of the store's own figures (``SupportsStats``) that say how the store is, not what one tier host has
-    done: each has the same, so they are not added up."""
-
-    figures: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """The store's own figures (``SupportsStats``) and their help texts, for exporters that need them beforehand, such
-    as an engine's ``/metrics``. One that is not named here is a label of ``kvtiers_tier_own_figure`` there."""
-
-    when_full: ClassVar[str] = "give it more room, or have it evict by itself"
-    """What to do once the store takes no more values (``NotKept``), for the line of the log that says so."""
-
     type: str = Field(description="the installed tier plugin's name")
     name: str = Field(default="", description="this tier's name in logs and metrics; default: its type")
     io: Literal["process", "thread"] = Field(
@@ -401,10 +381,6 @@ class TierConfig(StrictModel):
             raise ValueError(f"'processes: {self.processes}' needs 'io: process'")
         if self.host:
             raise ValueError(f"'processes: {self.processes}' and 'host: {self.host}' exclude each other; give one")
-        if not self.shareable:
-            raise ValueError(
-                f"'processes: {self.processes}': a store of this type belongs to one tier host; leave the option out"
-            )
         return self
 
 

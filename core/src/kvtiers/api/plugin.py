@@ -10,8 +10,8 @@ leads to a module with one hook::
 The module imports no client library: in the engine's process only the config model is wanted. ``open`` does.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pluggy
@@ -62,7 +62,8 @@ class TierPlugin:
     capacity without room for a value), ``TierUnavailable`` for a backend that is not there now, each with one line that
     says what to do. Either way the tier is out of use, its lookups miss, and ``open`` is called again, after
     ``breaker.delay``, doubling to ``breaker.max_delay``; with ``required: true`` the engine does not start.
-    ``api_version`` is the literal number of the contract that the plugin was written for.
+    ``api_version`` is the literal number of the contract that the plugin was written for. The rest are facts about the
+    type, of which a ``"manager"`` has ``figures`` and ``shareable`` alone.
     """
 
     name: str
@@ -70,6 +71,25 @@ class TierPlugin:
     config: type[TierConfig]
     open: Callable[[Any, TierContext], ChunkStore | SecondaryTierManager]
     api_version: int
+
+    shareable: bool = False
+    """Several processes may have the store open at the same time, and each finds what the others have written. Only
+    then may the tier have more than one tier host: ``processes``."""
+
+    writes_locally: bool = False
+    """Writing a value takes this machine's processors for as long as it lasts, as copying into a file does, and does
+    not wait for another machine. Only some of the threads write at the same time then: ``store_threads``."""
+
+    figures: Mapping[str, str] = field(default_factory=dict)
+    """The store's own figures (``SupportsStats``) and their help texts, for exporters that need them beforehand, such
+    as an engine's ``/metrics``. One that is not named here is a label of ``kvtiers_tier_own_figure`` there."""
+
+    shared_figures: frozenset[str] = frozenset()
+    """Those of the store's own figures that say how the store is, not what one tier host has done: each has the same,
+    so they are not added up."""
+
+    when_full: str = "give it more room, or have it evict by itself"
+    """What to do once the store takes no more values (``NotKept``), for the line of the log that says so."""
 
 
 class TierHookSpec:

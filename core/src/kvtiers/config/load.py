@@ -229,6 +229,10 @@ def _tier(entry: Any) -> TierConfig:
         raise ConfigError(problems_in(error, plugin.config, entry)) from None
     except Exception as error:
         raise ConfigError(f"its options cannot be checked, by the plugin's fault: {error_text(error)}") from error
+    if not plugin.shareable and tier.processes not in {"auto", 1} and plugin.kind == "store":
+        raise ConfigError(
+            f"'processes: {tier.processes}': a store of this type belongs to one tier host; leave the option out"
+        )
     if plugin.kind == "manager" and (names := _without_effect(tier)):
         raise ConfigError(
             f"{', '.join(names)}: no effect here: a tier of this type moves its values by itself, in the engine's "

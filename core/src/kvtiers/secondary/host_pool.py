@@ -115,7 +115,7 @@ class PooledHost:
 
 
 class HostPool:
-    """The hosts of one tier. ``value_bytes``: of the largest value; ``shared_figures``: as in TierConfig.
+    """The hosts of one tier. ``value_bytes``: of the largest value; ``shared_figures``: as in TierPlugin.
 
     ``is_awaited``: a poll looks at all hosts also when they have no work.
     """

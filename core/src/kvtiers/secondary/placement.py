@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtiers._version import __version__
-from kvtiers.api import TierConfig
+from kvtiers.api import TierConfig, TierPlugin
 from kvtiers.api.config import dump_resolved
 from kvtiers.encryption.config import EncryptionConfig, dump_sources, encryption_of
 from kvtiers.host.messages import Hello
@@ -87,15 +87,15 @@ class TierHosts:
         self._launcher = HostLauncher(region.fd, self._logs.post, () if callers_fd is None else (callers_fd,))
         self._hosts: dict[tuple[bool, str], _Host] = {}
 
-    def pool(self, config: TierConfig) -> HostPool:
+    def pool(self, config: TierConfig, plugin: TierPlugin) -> HostPool:
         """Return the hosts of one tier: one, which it may share with other tiers, or several for itself."""
-        count = host_count(config)
-        share = share_of(config, count)
+        count = host_count(config, plugin)
+        share = share_of(config, plugin, count)
         names = [config.host or config.tier_name]
         if count > 1:
             names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
         hosts = [PooledHost(name, self._in_host(share, name)) for name in names]
-        return HostPool(hosts, max(value for _, value in self._region.sizes), config.shared_figures, self._is_awaited)
+        return HostPool(hosts, max(value for _, value in self._region.sizes), plugin.shared_figures, self._is_awaited)
 
     def _in_host(self, config: TierConfig, name: str) -> HostClient:
         host = self._hosts.get((bool(config.host), name))
@@ -206,7 +206,7 @@ class TierHosts:
         return {} if encryption is None else {"encryption": dump_sources(encryption)}
 
 
-def host_count(config: TierConfig) -> int:
+def host_count(config: TierConfig, plugin: TierPlugin) -> int:
     """Return how many hosts a tier with ``io: process`` has.
 
     ``auto``: one for each two processors that it may use, at most eight. On 16 processors hosts of four threads read
@@ -214,12 +214,12 @@ def host_count(config: TierConfig) -> int:
     """
     if config.processes != "auto":
         return config.processes
-    if config.host or not config.shareable or config.quotas:  # which one process counts
+    if config.host or not plugin.shareable or config.quotas:  # which one process counts
         return 1
     return max(1, min(_MOST_BY_ITSELF, int(_processors_of(config) // _PROCESSORS_A_HOST)))
 
 
-def store_threads(config: TierConfig, count: int) -> int:
+def store_threads(config: TierConfig, plugin: TierPlugin, count: int) -> int:
     """Return how many threads of each of a tier's ``count`` hosts may write at the same time.
 
     ``auto``: all but one. Where writing takes this machine's processors, at most half of those in all: 24 threads that
@@ -228,7 +228,7 @@ def store_threads(config: TierConfig, count: int) -> int:
     if config.store_threads != "auto":
         return config.store_threads
     most = config.threads - 1
-    if config.writes_locally:
+    if plugin.writes_locally:
         most = min(most, int(_processors_of(config) // _PROCESSORS_A_WRITER // count))
     return max(1, most)
 
@@ -237,12 +237,12 @@ def _processors_of(config: TierConfig) -> float:
     return min(usable_processors(), len(config.cpus) or math.inf)
 
 
-def share_of(config: TierConfig, count: int) -> TierConfig:
+def share_of(config: TierConfig, plugin: TierPlugin, count: int) -> TierConfig:
     """Return the config for each of a tier's ``count`` hosts, with its share of the rate limits and of the writers."""
     limit = config.rate_limit
     share = {
         "bytes_per_second": limit.bytes_per_second and max(1, limit.bytes_per_second // count),
         "requests_per_second": limit.requests_per_second and limit.requests_per_second / count,
     }
-    own = {"processes": 1, "store_threads": store_threads(config, count)}
+    own = {"processes": 1, "store_threads": store_threads(config, plugin, count)}
     return config.model_copy(update={**own, "rate_limit": limit.model_copy(update=share)})

@@ -50,6 +50,7 @@ class ChunkStoreTier(EventTier):
         *,
         rows: int = 0,
         row_bytes: int = 0,
+        when_full: str = "",
     ) -> None:
         self._name = config.tier_name
         self._hosts = hosts
@@ -66,7 +67,7 @@ class ChunkStoreTier(EventTier):
         self._suspects = SuspectKeys()
         self._full = DropWatch(self._name, "full", "it was full", clock)
         self._refusing = DropWatch(self._name, "refusing", "it refused some", clock)
-        self._when_full = config.when_full
+        self._when_full = when_full
         self._open = False
         self._has_heard = False
         """The hosts' first report has been handled: until then ``open_state`` asks the hosts themselves."""

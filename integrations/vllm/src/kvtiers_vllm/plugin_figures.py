@@ -35,7 +35,7 @@ def plugin_gauges(types: Types = None) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for name in dict.fromkeys(entry.name for entry in installed_tiers()) if types is None else types:
         try:
-            figures = load_tier(name).config.figures
+            figures = load_tier(name).figures
         except KvtiersError as error:  # opening such a tier reports it
             _log.debug("%s: its figures are not known: %s", name, error)
             continue

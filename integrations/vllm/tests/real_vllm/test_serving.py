@@ -230,7 +230,7 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
             re.findall(r"`(?:kvtiers_tier)?(_[a-z_]+)`", part)
             for part in (*re.split("of the layout `slab` also", paragraph), "")[:2]
         )
-        assert len(figures) + len(of_slab) == len(load_tier(tier).config.figures) > 0
+        assert len(figures) + len(of_slab) == len(load_tier(tier).figures) > 0
         assert not any(served.figures(f"kvtiers_tier{figure}") for figure in of_slab), "this server has no slab"
         for figure in figures:
             served.until(lambda name=f"kvtiers_tier{figure}", tier=tier: tier in served.figures(name))

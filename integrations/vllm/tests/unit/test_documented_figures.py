@@ -69,7 +69,7 @@ def test_a_figure_of_cores_is_described_as_core_describes_it(defined):
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_a_tiers_readme_names_what_its_options_class_names(readme):
-    named = load_tier(TYPES[readme.parent.name]).config.figures
+    named = load_tier(TYPES[readme.parent.name]).figures
     assert sorted(figures_of(readme)) == sorted(f"kvtiers_tier_{name}" for name in named)
     assert all(text.endswith(".") for text in named.values())
 
@@ -105,7 +105,7 @@ def test_a_store_gives_what_its_options_class_names(tmp_path):
     """The others' stores need a server; their own tests hold it."""
     from kvtiers_example.memory_store import MemoryStore
 
-    assert set(MemoryStore(1 << 20).stats()) == set(load_tier("memory").config.figures)
+    assert set(MemoryStore(1 << 20).stats()) == set(load_tier("memory").figures)
 
 
 def test_the_stack_reports_a_stores_own_figures_by_name_and_unknown_ones_by_label(facts, stats, clock):  # noqa: F811

@@ -1,7 +1,5 @@
 """Options of the tier types ``memory`` and ``memory-async``."""
 
-from types import MappingProxyType
-
 from pydantic import Field
 
 from kvtiers.api import Quotas, Size, TierConfig
@@ -12,13 +10,6 @@ __all__ = ["MemoryAsyncConfig", "MemoryConfig"]
 class MemoryConfig(TierConfig):
     """The options of a ``memory`` tier."""
 
-    figures = MappingProxyType(
-        {
-            "held_bytes": "Bytes of the values held.",
-            "held_values": "Values held.",
-        }
-    )
-    when_full = "raise 'capacity'"
     capacity: Size = Field(gt=0, description="most bytes of values held; the least recently used go first")
 
 

@@ -3,7 +3,12 @@
 from kvtiers.api import ChunkStore, ConfigError, TierContext, TierPlugin, hookimpl
 from kvtiers_example.config import MemoryConfig
 
-__all__ = ["kvtiers_tier"]
+__all__ = ["FIGURES", "kvtiers_tier"]
+
+FIGURES = {
+    "held_bytes": "Bytes of the values held.",
+    "held_values": "Values held.",
+}
 
 
 def _open(config: MemoryConfig, context: TierContext) -> ChunkStore:
@@ -21,4 +26,12 @@ def _open(config: MemoryConfig, context: TierContext) -> ChunkStore:
 @hookimpl
 def kvtiers_tier() -> TierPlugin:
     """Return the tier type ``memory``."""
-    return TierPlugin(name="memory", kind="store", config=MemoryConfig, open=_open, api_version=1)
+    return TierPlugin(
+        name="memory",
+        kind="store",
+        config=MemoryConfig,
+        open=_open,
+        api_version=1,
+        figures=FIGURES,
+        when_full="raise 'capacity'",
+    )

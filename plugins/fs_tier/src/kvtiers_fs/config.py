@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -30,27 +29,6 @@ Mode: TypeAlias = Annotated[Literal["0600", "0640", "0660"], BeforeValidator(_mo
 
 class FsConfig(TierConfig):
     """The options of an ``fs`` tier."""
-
-    shareable = True
-    writes_locally = True
-    figures = MappingProxyType(
-        {
-            "bytes": "Bytes of the values in the directory.",
-            "values": "Values in the directory.",
-            "free_bytes": "Bytes that the file system has free.",
-            "evicted_values": "Values that were deleted for room.",
-            "evicted_bytes": "Bytes of these.",
-            "expired_values": "Values that were deleted for their age.",
-            "reclaimed_files": "Files of killed writers that were deleted.",
-            "skipped": "Files and folders that could not be listed or removed.",
-            "dropped_values": "Values that found no room.",
-            "segments": "Segment files, of the layout 'slab'.",
-            "kept_values": "Values that were in use and were copied instead of evicted, in the layout 'slab'.",
-            "direct": "1: values are read and written past the page cache.",
-        }
-    )
-    when_full = "make room on the disk, or lower 'capacity': then it evicts before the disk is full"
-    shared_figures = frozenset({"bytes", "values", "free_bytes", "segments", "skipped", "direct"})
 
     path: Path = Field(description="the directory, absolute; made if only its last part is missing")
     capacity: Size = Field(gt=0, description="most bytes of values; the least recently used are evicted first")

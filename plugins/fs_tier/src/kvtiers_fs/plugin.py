@@ -3,7 +3,22 @@
 from kvtiers.api import ChunkStore, ConfigError, TierContext, TierPlugin, hookimpl
 from kvtiers_fs.config import FEWEST_SEGMENTS, FsConfig
 
-__all__ = ["kvtiers_tier"]
+__all__ = ["FIGURES", "kvtiers_tier"]
+
+FIGURES = {
+    "bytes": "Bytes of the values in the directory.",
+    "values": "Values in the directory.",
+    "free_bytes": "Bytes that the file system has free.",
+    "evicted_values": "Values that were deleted for room.",
+    "evicted_bytes": "Bytes of these.",
+    "expired_values": "Values that were deleted for their age.",
+    "reclaimed_files": "Files of killed writers that were deleted.",
+    "skipped": "Files and folders that could not be listed or removed.",
+    "dropped_values": "Values that found no room.",
+    "segments": "Segment files, of the layout 'slab'.",
+    "kept_values": "Values that were in use and were copied instead of evicted, in the layout 'slab'.",
+    "direct": "1: values are read and written past the page cache.",
+}
 
 
 def _open(config: FsConfig, context: TierContext) -> ChunkStore:
@@ -30,4 +45,15 @@ def _open(config: FsConfig, context: TierContext) -> ChunkStore:
 @hookimpl
 def kvtiers_tier() -> TierPlugin:
     """Return the tier type ``fs``."""
-    return TierPlugin(name="fs", kind="store", config=FsConfig, open=_open, api_version=1)
+    return TierPlugin(
+        name="fs",
+        kind="store",
+        config=FsConfig,
+        open=_open,
+        api_version=1,
+        shareable=True,
+        writes_locally=True,
+        figures=FIGURES,
+        when_full="make room on the disk, or lower 'capacity': then it evicts before the disk is full",
+        shared_figures=frozenset({"bytes", "values", "free_bytes", "segments", "skipped", "direct"}),
+    )

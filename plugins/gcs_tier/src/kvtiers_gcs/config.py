@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -18,24 +17,6 @@ _LEAST_PART = 5 << 20  # the service's own bound on all parts of an upload but t
 
 class GcsConfig(TierConfig):
     """The options of a ``gcs`` tier."""
-
-    shareable = True
-    figures = MappingProxyType(
-        {
-            "get_requests": "Requests of the kind GET.",
-            "head_requests": "Requests of the kind HEAD.",
-            "put_requests": "Requests of the kind PUT.",
-            "post_requests": "Requests of the kind POST.",
-            "list_requests": "Requests of the kind LIST.",
-            "delete_requests": "Requests of the kind DELETE.",
-            "failed_requests": "Requests that failed.",
-            "throttled_requests": "Requests that the service turned away for their rate.",
-            "read_bytes": "Bytes that were read.",
-            "written_bytes": "Bytes that were written.",
-            "request_dollars": "US dollars for these requests, by put_price and get_price.",
-        }
-    )
-    when_full = "have old objects deleted by a lifecycle rule or 'kvtiers store prune'"
 
     threads: int = Field(default=32, ge=1, le=256, description="transfers at the same time, in each tier host")
 

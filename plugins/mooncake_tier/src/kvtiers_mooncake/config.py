@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -10,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from kvtiers.api import Duration, Size, TierConfig
 from kvtiers.api.units import format_size
 
-__all__ = ["MooncakeConfig"]
+__all__ = ["FIGURES", "MooncakeConfig"]
 
 _DEFAULT_PORT, _DEFAULT_HTTP_PORT = 50051, 9003
 _ELECTED = ("etcd://", "redis://", "k8s://")  # where several masters elect one, and clients ask for its address
@@ -19,26 +18,20 @@ _COMMON = TierConfig.model_fields
 _SMALLEST_SEGMENT = 16 << 20  # of which Mooncake makes a slab each
 
 
+FIGURES = {
+    "segment_bytes": "Memory that this tier's processes contribute to the pool.",
+    "copied_values": "Values that were not in the registered rows and had to be copied.",
+    "dropped_values": "Values for which the pool had no room.",
+    "unreachable_values": "Values whose segment did not answer.",
+    "removed_in_use": "Values removed while a reader may have had them: the master frees them minutes later.",
+    "expired_reads": "Reads that took longer than the master's lease, and were not used.",
+    "wrong_lengths": "Values that were longer than the one that was asked for.",
+}
+"""The store's own figures, and their help texts."""
+
+
 class MooncakeConfig(TierConfig):
     """The options of a ``mooncake`` tier."""
-
-    shareable = True
-    figures = MappingProxyType(
-        {
-            "segment_bytes": "Memory that this tier's processes contribute to the pool.",
-            "copied_values": "Values that were not in the registered rows and had to be copied.",
-            "dropped_values": "Values for which the pool had no room.",
-            "unreachable_values": "Values whose segment did not answer.",
-            "removed_in_use": "Values removed while a reader may have had them: the master frees them minutes later.",
-            "expired_reads": "Reads that took longer than the master's lease, and were not used.",
-            "wrong_lengths": "Values of another length than the one that was asked for.",
-        }
-    )
-    shared_figures = frozenset[str]()
-    when_full = (
-        "contribute more memory ('segment'), and see that each machine of the pool can be reached from all others; the "
-        "master evicts what was not read lately"
-    )
 
     # Each process is a client, with a segment of its own.
     processes: int | Literal["auto"] = Field(default=1, description=_COMMON["processes"].description)

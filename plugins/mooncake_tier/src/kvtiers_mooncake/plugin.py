@@ -1,7 +1,7 @@
 """Entry point of the tier type ``mooncake``: its plugin record, and how to open a store."""
 
 from kvtiers.api import ChunkStore, TierContext, TierPlugin, hookimpl
-from kvtiers_mooncake.config import MooncakeConfig
+from kvtiers_mooncake.config import FIGURES, MooncakeConfig
 
 __all__ = ["kvtiers_tier"]
 
@@ -16,4 +16,16 @@ def _open(config: MooncakeConfig, context: TierContext) -> ChunkStore:
 @hookimpl
 def kvtiers_tier() -> TierPlugin:
     """Return the tier type ``mooncake``."""
-    return TierPlugin(name="mooncake", kind="store", config=MooncakeConfig, open=_open, api_version=1)
+    return TierPlugin(
+        name="mooncake",
+        kind="store",
+        config=MooncakeConfig,
+        open=_open,
+        api_version=1,
+        shareable=True,
+        figures=FIGURES,
+        when_full=(
+            "contribute more memory ('segment'), and see that each machine of the pool can be reached from all others; "
+            "the master evicts what was not read lately"
+        ),
+    )

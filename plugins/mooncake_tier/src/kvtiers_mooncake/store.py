@@ -13,7 +13,7 @@ from kvtiers.api import ChunkStore, Finding, NotKept, StoreEntry, TierUnavailabl
 from kvtiers_mooncake.changes import Changes
 from kvtiers_mooncake.client import DirectoryLock, MasterWatch, load_library, own_address, start_client
 from kvtiers_mooncake.codes import ABSENT, NO_ROOM, SUPERSEDED, UNREACHABLE, Code, failure, unavailable
-from kvtiers_mooncake.config import MooncakeConfig
+from kvtiers_mooncake.config import FIGURES, MooncakeConfig
 from kvtiers_mooncake.listing import list_values
 from kvtiers_mooncake.memory import RegisteredMemory
 
@@ -196,7 +196,7 @@ class MooncakeStore(ChunkStore):
 
     def stats(self) -> Mapping[str, float]:
         """Return the counts since the store was opened; asks neither master nor segments."""
-        names = (*self._config.figures,)
+        names = (*FIGURES,)
         with self._lock:
             counts = {name: float(self._counts[name]) for name in names}
         return counts | {

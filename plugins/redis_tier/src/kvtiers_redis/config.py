@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -19,17 +18,6 @@ _TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
 
 class RedisConfig(TierConfig):
     """The options of a ``redis`` tier."""
-
-    shareable = True
-    figures = MappingProxyType(
-        {
-            "connects": "Connections that were opened.",
-            "dropped_values": "Values that a server did not take.",
-            "redirected_requests": "Requests that another server of a cluster had to answer.",
-            "unreachable_values": "Values whose server could not be asked.",
-        }
-    )
-    when_full = "raise the server's maxmemory, or set its maxmemory-policy to allkeys-lru: then it evicts"
 
     url: str = Field(
         description="redis://HOST:PORT/DATABASE, rediss:// with TLS, unix:///PATH; with commas, several Cluster nodes "

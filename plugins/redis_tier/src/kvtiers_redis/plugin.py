@@ -3,7 +3,14 @@
 from kvtiers.api import ChunkStore, TierContext, TierPlugin, hookimpl
 from kvtiers_redis.config import RedisConfig
 
-__all__ = ["kvtiers_tier"]
+__all__ = ["FIGURES", "kvtiers_tier"]
+
+FIGURES = {
+    "connects": "Connections that were opened.",
+    "dropped_values": "Values that a server did not take.",
+    "redirected_requests": "Requests that another server of a cluster had to answer.",
+    "unreachable_values": "Values whose server could not be asked.",
+}
 
 
 def _open(config: RedisConfig, context: TierContext) -> ChunkStore:
@@ -16,4 +23,13 @@ def _open(config: RedisConfig, context: TierContext) -> ChunkStore:
 @hookimpl
 def kvtiers_tier() -> TierPlugin:
     """Return the tier type ``redis``."""
-    return TierPlugin(name="redis", kind="store", config=RedisConfig, open=_open, api_version=1)
+    return TierPlugin(
+        name="redis",
+        kind="store",
+        config=RedisConfig,
+        open=_open,
+        api_version=1,
+        shareable=True,
+        figures=FIGURES,
+        when_full="raise the server's maxmemory, or set its maxmemory-policy to allkeys-lru: then it evicts",
+    )

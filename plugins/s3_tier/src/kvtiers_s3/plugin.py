@@ -3,7 +3,21 @@
 from kvtiers.api import ChunkStore, TierContext, TierPlugin, hookimpl
 from kvtiers_s3.config import S3Config
 
-__all__ = ["kvtiers_tier"]
+__all__ = ["FIGURES", "kvtiers_tier"]
+
+FIGURES = {
+    "get_requests": "Requests of the kind GET.",
+    "head_requests": "Requests of the kind HEAD.",
+    "put_requests": "Requests of the kind PUT.",
+    "post_requests": "Requests of the kind POST.",
+    "list_requests": "Requests of the kind LIST.",
+    "delete_requests": "Requests of the kind DELETE.",
+    "failed_requests": "Requests that failed.",
+    "throttled_requests": "Requests that the service turned away for their rate.",
+    "read_bytes": "Bytes that were read.",
+    "written_bytes": "Bytes that were written.",
+    "request_dollars": "US dollars for these requests, by put_price and get_price.",
+}
 
 
 def _open(config: S3Config, context: TierContext) -> ChunkStore:
@@ -16,4 +30,13 @@ def _open(config: S3Config, context: TierContext) -> ChunkStore:
 @hookimpl
 def kvtiers_tier() -> TierPlugin:
     """Return the tier type ``s3``."""
-    return TierPlugin(name="s3", kind="store", config=S3Config, open=_open, api_version=1)
+    return TierPlugin(
+        name="s3",
+        kind="store",
+        config=S3Config,
+        open=_open,
+        api_version=1,
+        shareable=True,
+        figures=FIGURES,
+        when_full="raise the quota, or have old objects deleted by a lifecycle rule or 'kvtiers store prune'",
+    )

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtiers import Client, ModelIdentity, open_client
-from kvtiers.api import KvtiersError, TierConfig
+from kvtiers.api import KvtiersError, TierConfig, TierPlugin
 from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig
 from kvtiers.plugins import load_tier
@@ -57,14 +57,19 @@ class BenchTier:
     tier: TierConfig
 
     @property
+    def plugin(self) -> TierPlugin:
+        """The tier's type."""
+        return load_tier(self.tier.type)
+
+    @property
     def has_hosts(self) -> bool:
         """Whether ``threads`` of it move its values; a tier of the third rung moves them itself."""
-        return load_tier(self.tier.type).kind == "store"
+        return self.plugin.kind == "store"
 
     @property
     def may_have_hosts(self) -> bool:
         """Whether several tier hosts may share its work: those of a tier in a host's memory would not find it all."""
-        return self.has_hosts and self.tier.io == "process" and type(self.tier).shareable
+        return self.has_hosts and self.tier.io == "process" and self.plugin.shareable
 
     def with_options(self, **options: object) -> "BenchTier":
         """Return the same tier with other options."""
@@ -235,7 +240,7 @@ class _Run:
     def drop_pages(self) -> None:
         """Have the page cache forget the tier's files, if they are on this machine."""
         path = getattr(self._tier.tier, "path", None)
-        if not (self._tier.tier.writes_locally and isinstance(path, Path)):
+        if not (self._tier.plugin.writes_locally and isinstance(path, Path)):
             return
         for file in path.rglob("*"):
             with contextlib.suppress(OSError):

@@ -157,7 +157,7 @@ def _applies(tier: BenchTier, option: str) -> bool:
 
 def _folder(tiers: Sequence[BenchTier]) -> Path | None:
     """Return the folder of the first tier that keeps files on this machine, or the nearest above it that is there."""
-    path = next((getattr(tier.tier, "path", None) for tier in tiers if tier.tier.writes_locally), None)
+    path = next((getattr(tier.tier, "path", None) for tier in tiers if tier.plugin.writes_locally), None)
     if not isinstance(path, Path):
         return None
     return next((each for each in (path, *path.parents) if each.is_dir()), None)

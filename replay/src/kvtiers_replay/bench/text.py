@@ -73,7 +73,7 @@ def _of_limit(bench: Bench, label: str, figures: Figures) -> str:
     """Return reading as a share of what the medium does: of the disk where there is one, else of copying memory."""
     tier = next(tier for tier in bench.tiers if tier.label == label)
     disk = bench.limits.disk_read
-    if tier.tier.writes_locally and disk and figures.cold:
+    if tier.plugin.writes_locally and disk and figures.cold:
         return f"{figures.cold / disk:.0%} disk"
     return f"{figures.hot / bench.limits.memory_copy:.0%} copy"
 

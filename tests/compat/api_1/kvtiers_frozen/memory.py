@@ -21,4 +21,12 @@ def _open(config: MemoryConfig, context: TierContext) -> ChunkStore:
 @hookimpl
 def kvtiers_tier() -> TierPlugin:
     """Return the tier type ``frozen``."""
-    return TierPlugin(name="frozen", kind="store", config=MemoryConfig, open=_open, api_version=1)
+    return TierPlugin(
+        name="frozen",
+        kind="store",
+        config=MemoryConfig,
+        open=_open,
+        api_version=1,
+        figures={"held_bytes": "Bytes of the values held.", "held_values": "Values held."},
+        when_full="raise 'capacity'",
+    )

@@ -135,7 +135,6 @@ def _refuse_what_cannot_be(name: str, folder: Path) -> None:
 def _store_parts(values: Mapping[str, str], *, batch: bool, listing: bool) -> dict[str, str]:
     names = ["ChunkStore", "NotKept", *["StoreEntry"] * listing]
     return {
-        "flags": "\n    shareable = True  # several processes may have it open, each finds what others wrote\n",
         "collections": "Iterator, Sequence" if listing else "Sequence",
         "suppress": "from contextlib import suppress\n" if listing else "",
         "names": ", ".join(names),
@@ -148,7 +147,6 @@ def _manager_parts(values: Mapping[str, str], *, batch: bool, listing: bool) -> 
     lookup = "listing" if listing else "asking"
     calls = "batch" if batch else "one_by_one"
     return {
-        "flags": "",
         # Of the backend.
         "collections": "Sequence" if batch else "Awaitable, Iterable, Sequence",
         "typing": "" if batch else "from typing import TypeVar\n",
