@@ -27,7 +27,7 @@ __all__ = ["BatchTests", "DiagnosisTests", "ListingTests", "PiecesTests", "Stats
 
 def _cuts() -> list[list[int]]:
     """Return lengths of the views of values: pages, a seal, odd lengths at odd addresses, as many as there may be."""
-    cuts = [[3 * PAGE], [2 * PAGE, PAGE], [PAGE - 64, 64], [1, 2 * PAGE - 8, 7], [PAGE // 16] * 64, [LARGE - 64, 64]]
+    cuts = [[3 * PAGE], [2 * PAGE, PAGE], [PAGE - 64, 64], [1, 2 * PAGE - 8, 7], [PAGE // 16] * 64]
     random = Random(1)  # noqa: S311 -- the same cuts each time
     for count in (2, 5, 17, 64):
         at = sorted(random.sample(range(1, 5 * PAGE), count - 1))
