@@ -129,7 +129,7 @@ class Client:
         of a GPU that fails. Nothing is written to any of them after the call.
 
         ``in_place``: values whose views lie in ``region`` may be read straight there, without a copy, by a store that
-        can (``SupportsScatter``); then views of values that were not found may hold anything. As the memory is the
+        can (``SupportsBatch``); then views of values that were not found may hold anything. As the memory is the
         caller's again when the call ends, a store that still reads into it then costs its tier host, which is killed:
         for calls with time enough. The call ends when the kernel has ended that process.
         """

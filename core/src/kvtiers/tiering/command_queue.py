@@ -25,7 +25,7 @@ _MOST_WAITING = 64
 _IN_ONE_STEP = 8
 
 
-class CommandRefused(KvtiersError):  # noqa: N818 -- an answer, as WritesRefused is
+class CommandRefused(KvtiersError):  # noqa: N818 -- an answer, as NotKept is
     """A command that cannot be carried out; nothing was changed. The text is one line for the operator.
 
     ``logged``: the same for the log and for all who get it, where that is less, as of a file of which it quotes.
