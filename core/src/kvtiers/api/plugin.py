@@ -30,6 +30,8 @@ OLD_API_VERSIONS: frozenset[int] = frozenset()
 
 ENTRY_POINT_GROUP = "kvtiers.tiers"
 
+WHEN_FULL = "give it more room, or have it evict by itself"
+
 hookspec = pluggy.HookspecMarker("kvtiers")
 hookimpl = pluggy.HookimplMarker("kvtiers")
 
@@ -88,7 +90,7 @@ class TierPlugin:
     """Those of the store's own figures that say how the store is, not what one tier host has done: each has the same,
     so they are not added up."""
 
-    when_full: str = "give it more room, or have it evict by itself"
+    when_full: str = WHEN_FULL
     """What to do once the store takes no more values (``NotKept``), for the line of the log that says so."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TierConfig, TierRequest, TransferJob
+from kvtiers.api.plugin import WHEN_FULL
 from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Probed, Status
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
@@ -50,7 +51,7 @@ class ChunkStoreTier(EventTier):
         *,
         rows: int = 0,
         row_bytes: int = 0,
-        when_full: str = "",
+        when_full: str = WHEN_FULL,
     ) -> None:
         self._name = config.tier_name
         self._hosts = hosts

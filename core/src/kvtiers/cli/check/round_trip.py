@@ -129,7 +129,7 @@ class Bench:
             values.append([(self.region, at, first), *ends])
         lent = LentValues(values, readonly=readonly)
         answer = call(lent.views)
-        if lent.take_back():
+        if not lent.take_back():
             raise ProbeError(f"{type(store).__name__}.{method} kept the buffer that it was given, after its return")
         return answer
 
