@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, make_offload_key
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
@@ -141,7 +142,7 @@ def service(config: Any, value_bytes: int, rows: int, *, is_awaited: bool = Fals
     mapping = map_memory(fd, total, total)
     region = HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)])
     hosts = TierHosts(region, "bench", lambda: NAMES, is_awaited=is_awaited)
-    tier = ChunkStoreTier(config, hosts.pool(config))
+    tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
     try:
         hosts.start()
         problem = tier.wait_open(60.0)

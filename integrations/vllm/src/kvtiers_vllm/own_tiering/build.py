@@ -241,10 +241,11 @@ class _Parts:
         with contextlib.ExitStack() as undo:
             self._logs = queue_logs()  # first: what follows logs, too
             undo.callback(self._logs.close)
-            num_rows, row_bytes = len(rows) // self._row_bytes, self._row_bytes
+            num_rows = len(rows) // self._row_bytes
             self._hosts = self._hosts_on(rows) if config.io == "process" else None
             if self._hosts is not None:
-                self.tier = ChunkStoreTier(config, self._hosts.pool(config), rows=num_rows, row_bytes=row_bytes)
+                pool = self._hosts.pool(config, plugin)
+                self.tier = self._tier_of(pool, num_rows)
                 self._hosts.start()
             else:
                 self._rows = rows
@@ -255,9 +256,14 @@ class _Parts:
                     config, opener, views, self._names, self._sizes, self._described, self._encryption
                 )
                 pool = HostPool([PooledHost(config.tier_name, backend)])
-                self.tier = ChunkStoreTier(config, pool, rows=num_rows, row_bytes=row_bytes)
+                self.tier = self._tier_of(pool, num_rows)
                 self._views = views
             undo.pop_all()
+
+    def _tier_of(self, pool: HostPool, rows: int) -> ChunkStoreTier:
+        return ChunkStoreTier(
+            self._config, pool, rows=rows, row_bytes=self._row_bytes, when_full=self._plugin.when_full
+        )
 
     @property
     def fingerprint(self) -> str:
