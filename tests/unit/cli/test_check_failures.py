@@ -43,9 +43,8 @@ def close(self): Path("{tmp_path}/left").write_text(str(list(self.values)))
     assert result.exit_code == 0, result.output
     for said in (
         "wrote, read back, compared and deleted 2MiB",
-        "several values in one call: wrote, read back and compared two",
+        "several values, each in several views: wrote, read back and compared two",
         "values in pieces: read one and compared it",
-        "values of any length: read one and compared it",
         "listing: found the probe value",
         "figures of its own: 1",
         "all well",
