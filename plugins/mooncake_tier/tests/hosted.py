@@ -121,7 +121,8 @@ def hosted(config: MooncakeConfig) -> Iterator[Hosted]:
     mapping = map_memory(fd, total, total)
     region = HostedRegion(fd, total, total, VALUE_BYTES, [(PAYLOAD_BYTES, VALUE_BYTES)])
     hosts = TierHosts(region, "ns", lambda: _NAMES)
-    tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
+    plugin = load_tier(config.type)
+    tier = ChunkStoreTier(config, hosts.pool(config, plugin), when_full=plugin.when_full)
     try:
         hosts.start()
         yield Hosted(tier, mapping.view, others)

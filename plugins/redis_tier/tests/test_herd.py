@@ -28,6 +28,7 @@ class Started:
             "primary": {"capacity": "16MiB", "prefault": False},
             "secondary": tiers,
             "start_wait": "30s",
+            "lookup_wait": "30s",  # a busy machine's answer of the directory is waited for
         }
         self.process = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("herd_engine.py"), what, json.dumps(config), keys, str(RATE)],

@@ -59,7 +59,7 @@ def close(self): Path("{tmp_path}/left").write_text(str(list(self.values)))
         ("None", "Mine.read_into answered None for a value; expected its length in bytes, 0 to 4096"),
         ("4097", "answered 4097"),
         ("True", "answered True"),
-        ("95", "read_into() of the probe value gave 95, expected 4096"),
+        ("95", "cannot be read back: absent, or of another length (read_into() gave 95 bytes, expected 4096)"),
     ],
 )
 def test_wrong_lengths_are_one_error(run, config, store, answer, said):

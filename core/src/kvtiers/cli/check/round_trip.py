@@ -173,9 +173,8 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
         bench.stage = "reading the probe value back"
         asked = time.monotonic()
         found = _read(store, bench, name)
-        if found == 0:
-            raise ProbeError(_GONE, _GONE_FIX)
-        _expect(found, size, "read_into() of the probe value")
+        if found != size:
+            raise ProbeError(f"{_GONE} (read_into() gave {found} bytes, expected {size})", _GONE_FIX)
         seconds = (written - begin, time.monotonic() - asked)
         bench.compare(1)
     finally:
