@@ -285,7 +285,9 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_offload.base": {
         **{name: _kind(name) for name in (*_BASE, "LoadStoreSpec", "OffloadingWorker")},
         "OffloadingManager": _kind("OffloadingManager"),
+        "OffloadingEvent": _kind("OffloadingEvent"),
         "PrepareStoreOutput": PrepareStoreOutput,
+        "Locality": Enum("Locality", ["LOCAL", "REMOTE"]),
         "OffloadPolicy": Enum("OffloadPolicy", ["CHUNK_LEVEL", "REQUEST_LEVEL"]),
         "LookupResult": LookupResult,
         "Medium": Medium,
@@ -296,9 +298,11 @@ _MODULES: dict[str, dict[str, Any]] = {
 NAMES = {
     "own_tiering.tier": (
         "OffloadingConnectorStats",
+        "Locality",
         "LookupResult",
         "Medium",
         "OffloadingCounterMetadata",
+        "OffloadingEvent",
         "OffloadingGaugeMetadata",
         "RequestOffloadingContext",
         "JobResult",

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.v1.kv_offload.base import (
+        Locality,
         LookupResult,
         Medium,
         OffloadingCounterMetadata,
+        OffloadingEvent,
         OffloadingGaugeMetadata,
         RequestOffloadingContext,
     )
@@ -59,7 +61,11 @@ _running: weakref.WeakKeyDictionary["KvtiersTier", Any] = weakref.WeakKeyDiction
 
 
 class KvtiersTier(SecondaryTierManager):
-    """One tier; ``options`` are those that the tier has in YAML."""
+    """One tier; ``options`` are those that the tier has in YAML.
+
+    ``enable_kv_events`` and ``locality`` are vLLM's, with the meaning that they have for its own tiers: whether stores
+    are announced in vLLM's KV events, and from where it looks local. As there, nothing is announced that leaves.
+    """
 
     medium = Medium.STORAGE
 
@@ -70,6 +76,8 @@ class KvtiersTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
+        enable_kv_events: bool = False,
+        locality: str | None = None,
         **options: Any,
     ) -> None:
         detector = {"backpressure_detector": backpressure_detector} if _RELEASE.takes_detector else {}
@@ -78,6 +86,14 @@ class KvtiersTier(SecondaryTierManager):
         config, settings = load_tier_options(tier_type, options, offloading_spec.extra_config)
         self._prompt_only = bool(offloading_spec.extra_config.get("offload_prompt_only", True))
         _RELEASE.require_computed(prompt_only=self._prompt_only)
+        self.locality = None if locality is None else Locality(locality)
+        self.events: list[OffloadingEvent] | None = None
+        if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
+            self.events = []
+        elif enable_kv_events:
+            _log.warning("%s: enable_kv_events has no effect: vLLM's kv_events_config enables none", tier_type)
+        self._store_job_keys: dict[int, list[bytes]] = {}
+        """vLLM's keys of the stores whose results are to be announced."""
         self._drain_seconds = settings.drain
         self._offloading, engine = offloading_spec.config, engine_being_built()
         core = follow_core(engine, vllm_version)
@@ -182,6 +198,8 @@ class KvtiersTier(SecondaryTierManager):
             if (tenant is None or self._stores_nothing) and not is_promotion:
                 self._driver.skip(job.job_id)
                 return
+            if self.events is not None and not is_promotion:
+                self._store_job_keys[job.job_id] = list(keys)
             if tenant:
                 keys, shown = [with_tenant(key, tenant) for key in keys], ends
                 ends = lambda key: shown(without_tenant(key))  # noqa: E731 -- vLLM's own is one, too
@@ -194,6 +212,14 @@ class KvtiersTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[Any]:
         """Return the results that have come."""
         return [self._result(result) for result in self._driver.finished()]
+
+    @never_raises(tuple)
+    def take_events(self) -> Iterable[Any]:
+        """Return the announcements since the last call."""
+        if not self.events:
+            return ()
+        taken, self.events = self.events, []
+        return taken
 
     @never_raises(lambda: None)
     def on_schedule_end(self, context: Any) -> None:
@@ -267,6 +293,9 @@ class KvtiersTier(SecondaryTierManager):
     # -- inside
 
     def _result(self, result: Any) -> Any:
+        stored = self._store_job_keys.pop(result.job_id, None)
+        if stored and result.success and self.events is not None:
+            self.events.append(OffloadingEvent(stored, self.medium, removed=False, locality=self.locality))
         good = result.successful_keys
         if good is not None and self._tenants.is_on:
             good = [without_tenant(key) for key in good]
