@@ -156,6 +156,8 @@ judges: environment-vllm environment-lmcache  ## Others' own test suites over kv
 	$(VLLM_PYTHON) tests/judges/judges.py vllm $(PYTEST_ARGS)
 	@echo "== LMCache's suites"
 	$(LMCACHE_PYTHON) tests/judges/judges.py lmcache $(PYTEST_ARGS)
+	@echo "== questions and lookups of a hybrid model"
+	$(VLLM_PYTHON) integrations/vllm/benchmarks/hybrid_counts.py --quick
 
 test-engines-all: test-vllm-all test-sglang-all test-transformers-all test-lmcache test-differential  ## All tests of all integrations: each release, each model
 

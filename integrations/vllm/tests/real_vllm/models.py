@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def make_model(folder: Path, *, seed: int, **config: Any) -> Path:
     return folder
 
 
-def make_window_model(folder: Path, *, seed: int, window: int) -> Path:
-    """Write a tiny model of which every other layer sees a window of so many tokens: two KV groups."""
+def make_window_model(folder: Path, *, seed: int, window: int, layers: Sequence[str] = ("sliding", "full") * 2) -> Path:
+    """Write a tiny model of whose layers some see a window of so many tokens. By default two KV groups."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -36,22 +37,58 @@ def make_window_model(folder: Path, *, seed: int, window: int) -> Path:
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=len(layers),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=4096,
         initializer_range=0.15,
         sliding_window=window,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=[f"{kind}_attention" for kind in layers],
     )
     torch.manual_seed(seed)
     Gemma3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-def make_adapter(folder: Path, *, seed: int) -> Path:
-    """Write a LoRA adapter for the tiny model."""
+def make_draft(folder: Path, *, seed: int) -> Path:
+    """Write an EAGLE draft for the tiny model: one layer, over its hidden states and its own embeddings."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "fc": (128, 256),
+        "layers.0.self_attn.q_proj": (128, 128),
+        "layers.0.self_attn.k_proj": (64, 128),
+        "layers.0.self_attn.v_proj": (64, 128),
+        "layers.0.self_attn.o_proj": (128, 128),
+        "layers.0.mlp.gate_proj": (256, 128),
+        "layers.0.mlp.up_proj": (256, 128),
+        "layers.0.mlp.down_proj": (128, 256),
+    }
+    numbers = torch.Generator().manual_seed(seed)
+    tensors = {f"{name}.weight": torch.randn(shape, generator=numbers) * 0.15 for name, shape in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(128)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def make_adapter(folder: Path, *, seed: int, layers: int = 4) -> Path:
+    """Write a LoRA adapter for the tiny model, or for one of the same sizes with so many layers."""
     import torch
     from safetensors.torch import save_file
 
@@ -60,7 +97,7 @@ def make_adapter(folder: Path, *, seed: int) -> Path:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     numbers = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(4):
+    for layer in range(layers):
         for module, size in (("q_proj", 128), ("v_proj", 64)):
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
             tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=numbers) * 0.3

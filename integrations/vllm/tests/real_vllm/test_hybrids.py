@@ -1,0 +1,54 @@
+"""Models whose layers do not all keep KV for the whole prompt, and drafts: tokens are those without kvtiers.
+
+In each the prompts are longer than the windows, are computed, had back from the tier, then by another engine, and once
+from vLLM's own prefix cache with a tail from the tier.
+"""
+
+from .conftest import PROMPTS, WHOLE
+from .models import make_adapter, make_draft, make_window_model
+from .ways import fs, whole_stack
+
+FIRST, _ = PROMPTS
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+
+
+def play(start, model, config, more=(), **options):
+    """Play the scenes; return how many tokens of each prompt an engine had from a tier. ``more``: of generate's."""
+    ways = [{}, *more]
+    plain = start(model, **options)
+    right = [plain.generate(*PROMPTS, **way)[0] for way in ways]
+    plain.shutdown()
+    assert len({str(tokens) for tokens in right}) == len(ways), "each way has tokens of its own"
+    first = start(model, config, **options)
+    for way, tokens in zip(ways, right, strict=True):
+        assert first.generate(*PROMPTS, **way) == (tokens, [0, 0])
+    first.forget()
+    found = []
+    for way, tokens in zip(ways, right, strict=True):
+        warm, cached = first.generate(*PROMPTS, **way)
+        assert warm == tokens
+        found.append(cached)
+    first.shutdown()
+    second = start(model, config, **options)
+    for way, tokens, cached in zip(ways[::-1], right[::-1], found[::-1], strict=True):
+        assert second.generate(*PROMPTS[::-1], **way) == (tokens[::-1], cached[::-1])
+    second.forget()
+    second.generate(FIRST[: found[0][0] // 2 + 1], tokens=1)
+    behind, cached = second.generate(FIRST)
+    assert behind == right[0][:1]
+    assert cached[0] >= found[0][0]
+    second.shutdown()
+    return found
+
+
+def test_five_layers_of_six_with_a_window_and_an_adapter_over_them(start, tmp_path):
+    layers = ["sliding"] * 5 + ["full"]
+    model = make_window_model(tmp_path / "tiny", seed=0, window=96, layers=layers)
+    adapter = {"name": "mine", "number": 1, "path": str(make_adapter(tmp_path / "adapter", seed=1, layers=len(layers)))}
+    found = play(start, model, whole_stack(fs(tmp_path / "store")), [{"adapter": adapter}], **LORA)
+    assert found == [WHOLE, WHOLE]
+
+
+def test_a_draft_model_that_proposes_tokens(start, model, tmp_path):
+    eagle = {"method": "eagle", "model": str(make_draft(tmp_path / "draft", seed=3)), "num_speculative_tokens": 2}
+    assert play(start, model, whole_stack(fs(tmp_path / "store")), speculative_config=eagle) == [WHOLE]
