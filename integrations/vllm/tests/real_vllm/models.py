@@ -51,6 +51,35 @@ def make_window_model(folder: Path, *, seed: int, window: int, layers: Sequence[
     return folder
 
 
+def make_state_model(folder: Path, *, seed: int) -> Path:
+    """Write a tiny model of which three layers of four keep a state (a gated delta net), and one has KV."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(seed)
+    Qwen3NextForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def make_draft(folder: Path, *, seed: int) -> Path:
     """Write an EAGLE draft for the tiny model: one layer, over its hidden states and its own embeddings."""
     import torch

@@ -5,10 +5,12 @@ from vLLM's own prefix cache with a tail from the tier.
 """
 
 from .conftest import PROMPTS, WHOLE
-from .models import make_adapter, make_draft, make_window_model
+from .models import make_adapter, make_draft, make_state_model, make_window_model
 from .ways import fs, whole_stack
 
 FIRST, _ = PROMPTS
+STATE_BLOCK = 288
+"""Tokens in a block of the model with states: vLLM makes a block as large as a state."""
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
@@ -47,6 +49,17 @@ def test_five_layers_of_six_with_a_window_and_an_adapter_over_them(start, tmp_pa
     adapter = {"name": "mine", "number": 1, "path": str(make_adapter(tmp_path / "adapter", seed=1, layers=len(layers)))}
     found = play(start, model, whole_stack(fs(tmp_path / "store")), [{"adapter": adapter}], **LORA)
     assert found == [WHOLE, WHOLE]
+
+
+def test_layers_that_keep_a_state_in_the_place_of_kv(start, tmp_path):
+    model = make_state_model(tmp_path / "tiny", seed=0)
+    options = {
+        "mamba_cache_mode": "align",
+        "enable_prefix_caching": True,
+        "dtype": "bfloat16",
+    }  # vLLM's kernels need it
+    (found,) = play(start, model, whole_stack(fs(tmp_path / "store")), **options)
+    assert found == [len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in PROMPTS]
 
 
 def test_a_draft_model_that_proposes_tokens(start, model, tmp_path):
