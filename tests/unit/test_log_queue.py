@@ -246,9 +246,10 @@ def test_a_process_whose_standard_error_is_full_and_never_read_ends_with_its_own
             os.close(said)
 
 
-def test_every_logger_of_core_and_the_integrations_is_queued():
+def test_every_logger_of_core_the_integrations_and_the_policies_is_queued():
     root = Path(__file__).parents[2]
-    sources = [*root.glob("core/src/**/*.py"), *root.glob("integrations/*/src/**/*.py")]
+    folders = ["core/src", "integrations/*/src", "plugins/policies/src"]
+    sources = [path for folder in folders for path in root.glob(f"{folder}/**/*.py")]
     used = {name for path in sources for name in re.findall(r'getLogger\("(kvtiers[^"]*)"\)', path.read_text())}
     assert used == set(LOGGERS)
     logs = queue_logs()

@@ -23,10 +23,10 @@ __all__ = ["LOGGERS", "QueuedLogs", "dropped_lines", "flush_logs", "queue_logs"]
 
 LOGGERS = (
     "kvtiers", "kvtiers.control", "kvtiers.events", "kvtiers.gpu", "kvtiers.lmcache", "kvtiers.plugins",
-    "kvtiers.record", "kvtiers.region", "kvtiers.scheduler", "kvtiers.secondary", "kvtiers.sglang", "kvtiers.status",
+    "kvtiers.record", "kvtiers.region", "kvtiers.scheduler", "kvtiers.secondary", "kvtiers.sglang",
     "kvtiers.tiering", "kvtiers.vllm", "kvtiers.what_if",
 )  # fmt: skip
-"""All that core and its integrations log to: a filter on a logger does not see what its children log."""
+"""All that core, its integrations and the policies log to: a filter on a logger does not see what its children log."""
 
 _MOST_WAITING = 1_000
 # With its prefix less than the 4,096 bytes of room from which on a pipe polls as writable (PIPE_BUF of pipe(7)).

@@ -11,7 +11,7 @@ import yaml
 from kvtiers.api.units import parse_size
 from kvtiers.config import load_config
 from kvtiers.secondary import placement, store_tier
-from kvtiers.tiering import manager
+from kvtiers.tiering import engine_side, manager
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 COMPOSE, HELM, SYSTEMD = EXAMPLES / "compose", EXAMPLES / "helm", EXAMPLES / "systemd"
@@ -24,7 +24,7 @@ UNITS = sorted(SYSTEMD.glob("*.service"))
 
 def longest_end():
     """Seconds that the whole stack takes at most, from the engine's end of its requests on."""
-    kept = manager._STEP_SECONDS + manager._WHAT_IF_SECONDS + manager._SPAN_SECONDS
+    kept = manager._STEP_SECONDS + engine_side._WHAT_IF_SECONDS + engine_side._SPAN_SECONDS
     return DRAIN_SECONDS + kept + store_tier._CLOSE_SECONDS + placement._LOG_SECONDS
 
 

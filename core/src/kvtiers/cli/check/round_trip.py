@@ -174,7 +174,8 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
         asked = time.monotonic()
         found = _read(store, bench, name)
         if found != size:
-            raise ProbeError(f"{_GONE} (read_into() gave {found} bytes, expected {size})", _GONE_FIX)
+            length = f" (read_into() gave {found} bytes, expected {size})" if found else ""
+            raise ProbeError(_GONE + length, _GONE_FIX)
         seconds = (written - begin, time.monotonic() - asked)
         bench.compare(1)
     finally:
