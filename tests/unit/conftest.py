@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,3 +97,13 @@ def distributions(tmp_path: Path) -> Iterator[Distributions]:
     for module in installed.modules:
         sys.modules.pop(module, None)
     importlib.invalidate_caches()
+
+
+@pytest.fixture
+def no_switch() -> Iterator[None]:
+    """Let no thread ask for the interpreter: the child of C's fork would hand it to one that it has not, and wait."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    time.sleep(0.02)  # a thread that waits already has asked by now, and has had it
+    yield
+    sys.setswitchinterval(interval)

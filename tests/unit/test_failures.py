@@ -146,6 +146,7 @@ def test_a_broad_except_beside_the_boundary_has_a_reason_and_no_reason_stands_al
 BLOCKS = [same_process, plugin_boundary, lambda: plugin_boundary(exits=True), lambda: logged_boundary(LOG, "it")]
 
 
+@pytest.mark.usefixtures("no_switch")
 @pytest.mark.parametrize("fork", [os.fork, ctypes.PyDLL(None).fork], ids=["python", "c"])
 @pytest.mark.parametrize("raised", [None, ValueError, SystemExit])
 @pytest.mark.parametrize("block", BLOCKS)

@@ -131,6 +131,7 @@ def in_forked_child(fork, look):
     return os.WEXITSTATUS(status)
 
 
+@pytest.mark.usefixtures("no_switch")
 def test_a_child_that_a_library_forks_in_c_does_not_have_the_memory(memfd):
     mapping = Mapping(memfd, 4 * PAGE, 4 * PAGE)
     assert is_mapped(memfd)
@@ -153,6 +154,7 @@ def test_a_child_that_python_forks_has_memory_of_its_own_in_its_place_and_so_hav
     assert array.min() == array.max() == 7
 
 
+@pytest.mark.usefixtures("no_switch")
 def test_what_a_child_has_put_into_the_hole_before_the_hook_ran_is_left_there():
     nbytes = 64 << 20
     fd = create_memfd("kvtiers-unit-test", nbytes)
