@@ -8,14 +8,12 @@ up again in each scheduling pass until the answers are there.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+from vllm_engines import run_in_engines_environment
+
 LAYERS = ["sliding"] * 5 + ["full"]
 WINDOW = 256
 MOST_QUESTIONS = 2.0
@@ -101,9 +99,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if not PYTHON.exists():
-        sys.exit(f"error: {PYTHON.relative_to(ROOT)} is missing; run: make test-vllm")
-    if Path(sys.prefix) != PYTHON.parents[1]:  # the engines' environment, not this one
-        sys.exit(subprocess.run([PYTHON, __file__, *sys.argv[1:]], check=False).returncode)
-    sys.path.insert(0, str(ROOT))
+    run_in_engines_environment()
     main()

@@ -17,6 +17,7 @@ And `by tier` is *short* for the whole stack over each tier: memory, fs, a Redis
 """
 
 import contextlib
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -24,9 +25,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+"""Of the engines' environment."""
 sys.path.append(str(ROOT / "benchmarks"))  # for what benchmarks are measured beside
 
 from baselines.disk_read import drop_pages, files_of, least_disk_seconds, read_seconds, write_back  # noqa: E402
+
+
+def run_in_engines_environment() -> None:
+    """Return in the engines' environment; elsewhere, run this program there and exit with its status."""
+    if not PYTHON.exists():
+        sys.exit(f"error: {PYTHON.relative_to(ROOT)} is missing; run: make test-vllm")
+    if Path(sys.prefix) != PYTHON.parents[1]:
+        sys.exit(subprocess.run([PYTHON, *sys.argv], check=False).returncode)
+    sys.path.insert(0, str(ROOT))
+
 
 BARE, THEIRS, OURS, STACK = "no connector", "vLLM's fs", "kvtiers-fs", "whole stack, fs"
 CONTROL = "another without"
@@ -134,7 +147,6 @@ class Bench:
     """The engines of one workload, by what they have for a tier, and what each has stored in which files."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
-        sys.path.insert(0, str(ROOT))
         from integrations.vllm.tests.real_vllm.engines import BLOCK, Engine, Interpreter
         from integrations.vllm.tests.real_vllm.models import make_model
         from integrations.vllm.tests.real_vllm.ways import fs, tiers, whole_stack

@@ -61,7 +61,6 @@ import json
 import math
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,7 +72,7 @@ from vllm_engines import (
     LONG,
     MEMORY,
     OURS,
-    ROOT,
+    PYTHON,
     SERVED,
     SHORT,
     STACK,
@@ -81,9 +80,9 @@ from vllm_engines import (
     TIERS,
     Bench,
     Workload,
+    run_in_engines_environment,
 )
 
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 GOAL_COLD, GOAL_OWN_FS, GOAL_LIMIT = 1.01, 0.8, 1.1
 OURS_ALL = (OURS, STACK)
 WORKLOADS = {workload.name: workload for workload in (SERVED, LONG, SHORT, TIERS)}
@@ -288,10 +287,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; the system's temporary one")
     parser.add_argument("--only", choices=WORKLOADS, action="append", help="this workload; may be given again")
     options = parser.parse_args()
-    if not PYTHON.exists():
-        sys.exit(f"error: {PYTHON.relative_to(ROOT)} is missing; run: make test-vllm")
-    if Path(sys.prefix) != PYTHON.parents[1]:  # the engines' environment, not this one
-        sys.exit(subprocess.run([PYTHON, __file__, *sys.argv[1:]], check=False).returncode)
+    run_in_engines_environment()
     report = (lambda *_: None) if options.json else report_workload
     workloads = [WORKLOADS[name] for name in options.only or WORKLOADS]
     found = results(workloads, 4 if options.quick else 20, options.folder, report)
