@@ -62,6 +62,6 @@ def test_layers_that_keep_a_state_in_the_place_of_kv(start, tmp_path):
     assert found == [len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in PROMPTS]
 
 
-def test_a_draft_model_that_proposes_tokens(start, model, tmp_path):
+def test_tokens_beside_a_draft_model_are_those_without_kvtiers(start, model, tmp_path):
     eagle = {"method": "eagle", "model": str(make_draft(tmp_path / "draft", seed=3)), "num_speculative_tokens": 2}
     assert play(start, model, whole_stack(fs(tmp_path / "store")), speculative_config=eagle) == [WHOLE]

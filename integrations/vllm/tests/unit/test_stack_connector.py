@@ -149,6 +149,7 @@ def test_a_step_is_recorded_with_the_mean_position_of_what_it_computes(module):
         (512, [(64, None), (64, 16)], 512),
         (None, [(64, None), (64, 16)], None),
         (0, [(64, None), (16384, 1)], 16384),
+        (0, [(48, None), (16, 64)], 8160),
     ],
 )
 def test_windows_have_checkpoints_unless_vllms_config_says_how_many(module, interval, groups, stored):

@@ -276,18 +276,24 @@ def _with_checkpoints(config: Any) -> Any:
     By its default the windows before a prompt's end are stored, and those before a prefix that it has seen shared: the
     first other prompt that shares most of a long one would find nothing. vLLM's own prefix cache stays as it is.
     """
-    chunks = [group.tokens_per_chunk for group in config.kv_group_configs if _is_windowed(group)]
-    if config.retention_interval != 0 or not chunks:
+    groups = config.kv_group_configs
+    if config.retention_interval != 0 or not any(map(_is_windowed, groups)):
         return config
-    least = math.lcm(*chunks)
+    # A prompt is found at the end of a chunk of full attention, too: a checkpoint elsewhere would never be loaded.
+    least = math.lcm(*(group.tokens_per_chunk for group in groups if not _has_states(group)))
     interval = max(least, _CHECKPOINT_TOKENS // least * least)
     _log.info("sliding windows are stored before every %d tokens of a prompt, and before its end", interval)
     return config._replace(retention_interval=interval)
 
 
 def _is_windowed(group: Any) -> bool:
-    """Return whether a group of vLLM's has sliding windows; states, whose blocks it hands over one by one, are none."""
-    return group.sliding_window_size_in_chunks is not None and not getattr(group, "requires_cow_source", False)
+    """Return whether a group of vLLM's has sliding windows, which vLLM also says of aligned states."""
+    return group.sliding_window_size_in_chunks is not None and not _has_states(group)
+
+
+def _has_states(group: Any) -> bool:
+    """Return whether a group of vLLM's has aligned states, whose blocks it hands over one by one."""
+    return bool(getattr(group, "requires_cow_source", False))
 
 
 def _window_blocks(scheduler: Any) -> "WindowBlocks | None":

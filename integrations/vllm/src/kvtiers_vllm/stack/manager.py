@@ -279,12 +279,12 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def _pin(self, keys: Collection[bytes], request_id: str) -> PlannedRows | None:
+        self._brought = set()
         request = self.requests.get(request_id)
         if request is None:
             return None
         own = request.keys
         rows = None
-        self._brought = set()
         if own is not None:
             named = own.of_all(keys)
             with self._manager.lock:
