@@ -21,8 +21,8 @@ from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.testing.guarded import GuardedMemory
 from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError, ObjectStoreThrottledError
-from kvtiers_objectstore.requests import FIGURES
 from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
+from kvtiers_s3.plugin import FIGURES
 from kvtiers_s3.store import S3Store
 
 PAGE = 4096

@@ -5,24 +5,9 @@ from collections.abc import Mapping
 
 from kvtiers_objectstore.failures import ObjectStoreError, ObjectStoreThrottledError
 
-__all__ = ["FIGURES", "Requests"]
+__all__ = ["Requests"]
 
 _KINDS = ("get", "head", "put", "post", "list", "delete")
-
-FIGURES = {
-    "get_requests": "Requests of the kind GET.",
-    "head_requests": "Requests of the kind HEAD.",
-    "put_requests": "Requests of the kind PUT.",
-    "post_requests": "Requests of the kind POST.",
-    "list_requests": "Requests of the kind LIST.",
-    "delete_requests": "Requests of the kind DELETE.",
-    "failed_requests": "Requests that failed.",
-    "throttled_requests": "Requests that the service turned away for their rate.",
-    "read_bytes": "Bytes that were read.",
-    "written_bytes": "Bytes that were written.",
-    "request_dollars": "US dollars for these requests, by put_price and get_price.",
-}
-"""What each of ``Requests.figures`` is, for the plugin record of a tier type."""
 
 
 class Requests:

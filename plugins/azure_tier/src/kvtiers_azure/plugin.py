@@ -2,9 +2,22 @@
 
 from kvtiers.api import ChunkStore, TierContext, TierPlugin, hookimpl
 from kvtiers_azure.config import AzureConfig
-from kvtiers_objectstore.requests import FIGURES
 
-__all__ = ["kvtiers_tier"]
+__all__ = ["FIGURES", "kvtiers_tier"]
+
+FIGURES = {
+    "get_requests": "Requests of the kind GET.",
+    "head_requests": "Requests of the kind HEAD.",
+    "put_requests": "Requests of the kind PUT.",
+    "post_requests": "Requests of the kind POST.",
+    "list_requests": "Requests of the kind LIST.",
+    "delete_requests": "Requests of the kind DELETE.",
+    "failed_requests": "Requests that failed.",
+    "throttled_requests": "Requests that the service turned away for their rate.",
+    "read_bytes": "Bytes that were read.",
+    "written_bytes": "Bytes that were written.",
+    "request_dollars": "US dollars for these requests, by put_price and get_price.",
+}
 
 
 def _open(config: AzureConfig, context: TierContext) -> ChunkStore:
