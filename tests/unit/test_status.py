@@ -44,6 +44,13 @@ TIER = {
     "recomputed_cheaper": 0,
     "left_out_requests": 0,
     "trouble": "",
+    "breaker_seconds": 0.0,
+    "waiting_calls": 0,
+    "silent_seconds": 0.0,
+    "not_taken": 0,
+    "not_taken_seconds": 0.0,
+    "taken_meanwhile": 0,
+    "missing": 0,
 }
 
 
@@ -51,7 +58,8 @@ SLOW = {"hits": 5, "tokens": 160, "load_seconds": 3.0, "computing_seconds": 2.0,
 
 
 def answer(**tiers):
-    return {"engine": "vLLM 0.32.0", "pid": os.getpid(), "model": "some-org/model", "tiers": tiers}
+    named = {"engine": "vLLM 0.32.0", "pid": os.getpid(), "model": "some-org/model", "namespace": "", "fingerprint": ""}
+    return {**named, "actions": [], "tiers": tiers}
 
 
 def answering(status, **how):
@@ -127,7 +135,7 @@ def engine(pipe):
     troubles = Troubles([])
     stats = {"engine": {}, "primary": {}, "tiers": {}}
     named = {"namespace": "prod", "fingerprint": lambda: "c0ffee"}
-    served = answer_status("vLLM 0.32.0", "orphans/model", troubles, lambda: stats, **named)
+    served = answer_status("vLLM 0.32.0", "orphans/model", troubles, lambda: stats, lambda *_: {}, **named)
     pipe.send((served.name, os.getpid()))
     time.sleep(300)
 
@@ -228,7 +236,7 @@ def test_the_tiers_are_looked_after_about_once_a_second_whether_anyone_asks_or_n
 def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
     logger = logging.getLogger("kvtiers")
     before = list(logger.handlers)
-    served = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs", "redis"]), stats)
+    served = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs", "redis"]), stats, lambda *_: {})
     assert len(logger.handlers) == len(before) + 2
     served.close()
     assert logger.handlers == before
@@ -240,7 +248,7 @@ def test_what_a_tier_logs_while_it_is_opened_is_its_last_trouble_also_for_those_
     with troubles_from_the_start(["fs"]) as troubles:
         logger.warning("fs: out of use")
     figures = dict.fromkeys(TierMetrics.__slots__, 0) | TIER | {"own": {}}
-    served = answer_status("vLLM 0.32.0", "some-org/model", troubles, lambda: stats(fs=figures))
+    served = answer_status("vLLM 0.32.0", "some-org/model", troubles, lambda: stats(fs=figures), lambda *_: {})
     try:
         assert ask(served.name)["tiers"]["fs"]["trouble"] == "out of use"
     finally:
@@ -352,6 +360,10 @@ _NO_ANSWERS = {
     "half a tier": json.dumps(answer(t={"off": "", "open": 1})),
     "no number": json.dumps(answer(t=TIER | {"hits": "many"})),
     "not plain": json.dumps(answer(t=TIER | {"model": ["x"]})),
+    "no namespace": json.dumps({name: part for name, part in answer(t=TIER).items() if name != "namespace"}),
+    "no seconds": json.dumps(answer(t=TIER | {"silent_seconds": None})),
+    "not a number": json.dumps(answer(t=TIER | {"loaded_bytes": float("nan")})),
+    "endless": json.dumps(answer(t=TIER | {"loaded_bytes": 0.125})).replace("0.125", "1e999"),
 }
 
 
@@ -362,6 +374,14 @@ def test_what_is_no_engine_s_answer_is_one_line_and_hides_no_engine(fake, says):
     assert result.exit_code == 0
     assert f"{name}: no answer: what it says is no engine's answer" in result.stderr
     assert f"process {os.getpid()}: some-org/model" in result.stdout
+
+
+@pytest.mark.parametrize("report", [{"x": 1}, {"hit_rates": {"lru": {"1": 0.5}}, "adds": {}}])
+def test_a_report_of_shadow_caches_that_is_none_is_not_shown(serve, report):
+    serve(answer(fs=TIER) | {"what_if": report})
+    result = run("--what-if")
+    assert result.exit_code == 0
+    assert "what if: nothing to say" in result.stdout
 
 
 def test_an_answer_that_never_ends_is_waited_for_no_longer_than_others(fake):
@@ -533,7 +553,7 @@ def test_writes_per_hit_are_said_once_there_are_enough(serve):
 def test_the_budget_that_costs_hits_is_named_with_what_to_change(serve):
     figures = TierMetrics(lookups=1000, stored_chunks=500, over_one_tier=100, over_all_tiers=20).as_data()
     figures |= {"own": {"already_present": 100}, "off": "", "shared": True, "tokens": 0}
-    engine = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs"]), lambda: stats(fs=figures))
+    engine = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs"]), lambda: stats(fs=figures), lambda *_: {})
     try:
         said_of_it = ask(engine.name)["tiers"]["fs"]
         shown = CliRunner().invoke(cli, ["status"]).output
@@ -657,7 +677,7 @@ def test_what_did_not_come_and_why_stands_before_any_advice(serve):
 
 def test_an_answer_that_would_be_too_long_to_be_read_still_says_what_the_tiers_are():
     long = stats() | {"what_if": {"x": "x" * 600_000}, "events": {"endpoint": "there"}}
-    served = answer_status("vLLM 0.32.0", "some-org/model", Troubles([]), lambda: long)
+    served = answer_status("vLLM 0.32.0", "some-org/model", Troubles([]), lambda: long, lambda *_: {})
     try:
         said = ask(served.name)
     finally:

@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from kvtiers._failures import error_text, logged_boundary
 from kvtiers.api.keys import OffloadKey
@@ -68,20 +68,21 @@ _READ_SECONDS = 2.0  # for a client to send its command, and to take its answer
 _REST_SECONDS = 0.2  # for the rest of a line that is too long
 _MOST_SECONDS = 3600.0
 _CONNECTIONS = 256  # open at once; the others wait in the socket's backlog
-_COMMANDS = 16  # that wait for a step at once; the others wait for one of these
+_COMMANDS = 16  # commands that wait for a step at once; the others wait for one of these
 _BACKLOG = 256
 _TEND_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1  # after a connection that could not be accepted, or while none may be
 _EACH_SECONDS = 0.001  # after every connection: 1,000 a second are 2 % of a processor
-_REMEMBERED = 20
+REMEMBERED = 20
 _LONGEST_NOTE = 500
 _LONGEST_ERROR = 4000
 _LONGEST_VALUE = 80
 _LARGEST_NUMBER = 1e18  # a second's bytes, more than any machine moves; what is larger may not even be a float
 _ASKS = "status"
 _UNNOTED = frozenset({_ASKS, "warm-keys"})  # which come all the time; the begin and the end of a warm-up are noted
-_NO_ANSWER = "what it says is no engine's answer"
+NO_ANSWER = "what it says is no engine's answer"
 _LATE = "it has not answered in time"
+_NOT_CERTAIN = "whether it has done it is not certain"
 _process = secrets.token_hex(4)
 _numbers = iter(range(1 << 62))
 
@@ -154,7 +155,7 @@ class ControlSocket:
     """Takes commands until it is closed.
 
     ``actions``: by their names, called on a thread of the connection's own. ``tend``: called about once a second.
-    ``on_close``: called by ``close``.
+    ``on_close``: called by ``close``. ``latest``: where the latest commands are noted, for an action that shows them.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class ControlSocket:
         *,
         tend: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
+        latest: deque[dict[str, Any]] | None = None,
     ) -> None:
         self._actions = actions
         self._tend = tend
@@ -170,7 +172,7 @@ class ControlSocket:
         self._closed = threading.Event()
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
         self._commands = threading.BoundedSemaphore(_COMMANDS)
-        self.latest: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self.latest: deque[dict[str, Any]] = deque(maxlen=REMEMBERED) if latest is None else latest
         """The latest commands: when (seconds since the epoch), uid and pid of its sender, what, and what came of it."""
         self.name = f"{SOCKET_PREFIX}{os.getpid()}-{_process}-{next(_numbers)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -323,6 +325,7 @@ def send_to(
     As ``send_command``, but for ``most_seconds``, after which nothing is waited for any more.
     """
     until = time.monotonic() + most_seconds
+    late = _LATE
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(most_seconds)
         try:
@@ -331,29 +334,34 @@ def send_to(
             if os.geteuid() not in {0, uid} or owner not in {None, uid}:
                 raise CommandRefused(f"it is of user id {uid}; an engine answers only to its own user and to root")
             connection.sendall(_line({"action": action, "seconds": seconds, **arguments}))
+            late = _LATE if action == "status" else f"{_LATE}; {_NOT_CERTAIN}"
             line = _read_line(connection, until, LARGEST_ANSWER)
         except TimeoutError:
-            raise CommandRefused(_LATE) from None
+            raise CommandRefused(late) from None
         except OSError as error:
             raise CommandRefused(f"it does not answer: {error.strerror or error}") from None
-    return _read_answer(line, pid, is_late=time.monotonic() >= until), uid
+    return _read_answer(line, pid, late if time.monotonic() >= until else ""), uid
 
 
-def _read_answer(line: bytes, pid: int, *, is_late: bool) -> dict[str, Any]:
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _read_answer(line: bytes, pid: int, late: str) -> dict[str, Any]:
     if not line.endswith(b"\n"):
         if len(line) >= LARGEST_ANSWER:
             raise CommandRefused(f"its answer has more than {LARGEST_ANSWER} bytes")
-        if is_late:
-            raise CommandRefused(_LATE)
-        raise CommandRefused(f"process {pid} ended before it answered; whether it has done it is not certain")
+        if late:
+            raise CommandRefused(late)
+        raise CommandRefused(f"process {pid} ended before it answered; {_NOT_CERTAIN}")
     try:
-        answer = json.loads(line)
+        answer = json.loads(line, parse_constant=_refuse_constant)
         if not isinstance(answer, dict) or answer.get("kvtiers_control") != CONTROL_FORMAT:
-            raise CommandRefused(_NO_ANSWER)
+            raise CommandRefused(NO_ANSWER)
         lines = str(answer.pop("text", "")).split("\n")
         answer = _printable(answer)
     except (ValueError, RecursionError):
-        raise CommandRefused(_NO_ANSWER) from None
+        raise CommandRefused(NO_ANSWER) from None
     if "error" in answer:
         raise CommandRefused(str(answer["error"]))
     return {**answer, "text": "\n".join(map(_printable, lines))}

@@ -221,8 +221,8 @@ def _find(group: str, name: str, what: str) -> EntryPoint:
         known = sorted({entry.name for entry in entries})
         others = _distributions(group)
         if name in others:
-            comes_with = f"comes with {others[name]}, which is not installed: pip install {others[name]}"
-            raise TierPluginError(f"{what} {name!r} {comes_with}")
+            where = f"comes with {others[name]}, which is not installed: pip install {others[name]}"
+            raise TierPluginError(f"{what} {name!r} {where}")
         installed = f"Installed {_plural(what)}: {', '.join(known)}." if known else f"No {what} is installed."
         hint = did_you_mean(name, {*known, *others})
         raise TierPluginError(f"unknown {what} {shown_name(name)}.{hint} {installed}")

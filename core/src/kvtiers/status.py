@@ -7,13 +7,24 @@ client.
 import contextlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtiers.control import LARGEST_ANSWER, Action, CommandRefused, ControlSocket, Request, send_to
+from kvtiers.control import (
+    LARGEST_ANSWER,
+    NO_ANSWER,
+    REMEMBERED,
+    Action,
+    CommandRefused,
+    ControlSocket,
+    Request,
+    send_to,
+)
 from kvtiers.metrics import budget_advice
 
 __all__ = [
@@ -28,7 +39,7 @@ __all__ = [
 ]
 
 _ASK_SECONDS = 2.0
-_LONG_PARTS = ("commands", "what_if", "stats", "")  # of an answer, in the order in which they are left out
+_LONG_PARTS = ("commands", "what_if", "stats")  # of an answer, in the order in which they are left out
 _OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "rows", "free_rows")
 _ENDED = ("answers again", "works again", "takes values again", "fast enough again", "its loads succeed again")
 """How the lines begin in which the log says that a tier's trouble has ended."""
@@ -47,12 +58,12 @@ _TIER_SHAPE: dict[str, Any] = {
     **dict.fromkeys(
         (
             "open", "breaker_state", "shared", "hits", "tokens", "loaded_bytes", "stored_bytes", "unread_bytes",
-            "queue", "seal_failures", "wait_expired", "stored_chunks", "load_seconds",
+            "queue", "seal_failures", "wait_expired", "stored_chunks", "load_seconds", *_OWN_NUMBERS,
         ),
         _NUMBER,
     ),
     **dict.fromkeys(
-        (*_OWN_NUMBERS, "loaded_chunks", "failed_loads", "trouble_seconds", "computing_seconds", "saved_seconds"),
+        ("loaded_chunks", "failed_loads", "trouble_seconds", "computing_seconds", "saved_seconds"),
         _NUMBER | None,
     ),
 }  # fmt: skip
@@ -137,7 +148,7 @@ def answer_status(
     model: str,
     troubles: Troubles,
     stats: Callable[[], Mapping[str, Any]],
-    about: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] = lambda _tier, _figures: {},
+    about: Callable[[str, Mapping[str, Any]], Mapping[str, Any]],
     *,
     namespace: str = "",
     fingerprint: Callable[[], str] = lambda: "",
@@ -151,6 +162,7 @@ def answer_status(
     be any. ``actions``: what the engine does besides. ``tend``: looks after the tiers of an idle engine.
     """
     actions = actions or {}
+    latest: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
 
     def status(request: Request) -> tuple[str, Mapping[str, Any]]:
         request.end()
@@ -173,12 +185,11 @@ def answer_status(
                 "stats": counted,
                 "events": dict(counted.get("events", {})),
                 "actions": list(actions),
-                "commands": list(answering.latest),
+                "commands": list(latest),
             }
         )
 
-    answering = ControlSocket({**actions, "status": status}, tend=tend, on_close=troubles.close)
-    return answering
+    return ControlSocket({**actions, "status": status}, tend=tend, on_close=troubles.close, latest=latest)
 
 
 def _bounded(status: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +226,7 @@ def ask_engine(name: str) -> dict[str, Any]:
     """
     status, uid = _ask(name, _ASK_SECONDS)
     if not _is_answer(status):
-        raise CommandRefused("what it says is no engine's answer")
+        raise CommandRefused(NO_ANSWER)
     return status | {"uid": uid, "control": name if status.get("actions") else ""}
 
 
@@ -223,7 +234,7 @@ def _ask(name: str, seconds: float) -> tuple[dict[str, Any], int]:
     answer, uid = send_to(name, "status", seconds, seconds)
     status = answer.get("result")
     if not isinstance(status, dict):
-        raise CommandRefused("what it says is no engine's answer")
+        raise CommandRefused(NO_ANSWER)
     return status, uid
 
 
@@ -231,7 +242,7 @@ def _is_answer(status: Mapping[str, Any]) -> bool:
     """Return whether each part of an answer that the commands read is of its kind."""
     tiers, figures, events = status.get("tiers"), status.get("figures", {}), status.get("events", {})
     return (
-        _has({"engine": str, "model": str, "pid": int, "actions": list | None}, status)
+        _has({"engine": str, "model": str, "namespace": str, "fingerprint": str, "pid": int, "actions": list}, status)
         and isinstance(tiers, dict)
         and all(_has(_TIER_SHAPE, tier) and _is_flat(tier) for tier in tiers.values())
         and isinstance(figures, dict)
@@ -245,7 +256,10 @@ def _has(shape: Mapping[str, Any], data: Any) -> bool:
 
 
 def _is_flat(data: Mapping[str, Any]) -> bool:
-    return all(isinstance(value, str | int | float | None) for value in data.values())
+    return all(
+        isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value))
+        for value in data.values()
+    )
 
 
 def _switch(figures: Mapping[str, Any]) -> str:

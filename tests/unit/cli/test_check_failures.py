@@ -153,6 +153,7 @@ def test_what_a_store_may_not_raise_is_its_plugin_s_bug_and_what_it_may_is_its_b
         ("def write_many(self, names, srcs): return [None, None]", "read_many_into() gave [0, 0], expected [2097152, 2097152]"),
         ("def write_many(self, names, srcs): return [True, True]", "Mine.write_many answered True for a value; expected None"),
         ("def write_many(self, names, srcs): raise OSError('no pipeline')", "failed while writing two probe values, each in 1 views: no pipeline (OSError)"),
+        ("def write_many(self, names, srcs): raise NotKept('0 bytes left')", "the store is full: 0 bytes left"),
         ("def read_many_into(self, names, dsts): return [len(views[0]) for views in dsts]", "the value read back is not the value written"),
         ("def read_many_into(self, names, dsts): return [self.scatter(n, d) for n, d in zip(names, dsts)][:1]", "Mine.read_many_into gave 1 answers to 2 names"),
         ("def read_pieces(self, name, nbytes): return [self.values[name][:-1]]", "the pieces of read_pieces() are not the written bytes"),

@@ -100,7 +100,7 @@ def engine():
     """An engine's answer, with a model of its own name."""
     figures = TierMetrics().as_data() | {"own": {"open": 1}, "off": "", "shared": True, "tokens": 0, "hits": 5}
     counted = {"engine": FIGURES, "primary": {}, "tiers": {"fs": figures}}
-    served = answer_status("vLLM 0.32.0", f"top-{os.getpid()}", Troubles(["fs"]), lambda: counted)
+    served = answer_status("vLLM 0.32.0", f"top-{os.getpid()}", Troubles(["fs"]), lambda: counted, lambda *_: {})
     yield f"top-{os.getpid()}"
     served.close()
 

@@ -20,7 +20,16 @@ from kvtiers.api.config import TierConfig
 from kvtiers.api.store import ChunkStore
 from kvtiers.api.tier import SecondaryTierManager
 
-__all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "OLD_API_VERSIONS", "TierContext", "TierPlugin", "hookimpl", "hookspec"]
+__all__ = [
+    "API_VERSION",
+    "ENTRY_POINT_GROUP",
+    "OLD_API_VERSIONS",
+    "WHEN_FULL",
+    "TierContext",
+    "TierPlugin",
+    "hookimpl",
+    "hookspec",
+]
 
 API_VERSION = 1
 """The number of the contract in this package. A plugin states, as a literal, the one it was written for."""
@@ -31,6 +40,7 @@ OLD_API_VERSIONS: frozenset[int] = frozenset()
 ENTRY_POINT_GROUP = "kvtiers.tiers"
 
 WHEN_FULL = "give it more room, or have it evict by itself"
+"""The advice of a type that gives none."""
 
 hookspec = pluggy.HookspecMarker("kvtiers")
 hookimpl = pluggy.HookimplMarker("kvtiers")

@@ -70,9 +70,9 @@ class ChunkStore(ABC):
         """Keep the bytes of ``src`` (read-only) under this name, replacing any older value.
 
         Atomic: another reader, also one in another process, sees the old value, the new one or none, never a mix;
-        and so it stays if this process is killed in the middle. Raise ``NotKept`` to drop the write: there is no room,
-        also for a value that can never fit (with the limit in its text), or, with ``full=False``, nothing is written
-        now for another reason. It is logged once, counted, and is no failure of the tier.
+        and so it stays if this process is killed in the middle. Raise ``NotKept`` to drop the write: there is no room
+        now, or ever for a value of this length (say the limit in its text). With ``full=False``: for another reason,
+        as on a disk that is read-only. It is logged once and counted, and is no failure of the tier.
         """
 
     @abstractmethod
@@ -119,7 +119,7 @@ class SupportsBatch(Protocol):
     """
 
     batch_values: int
-    """At most so many values a call; core gives no more than 32, and 16 MiB of values or one."""
+    """At most so many values a call, an attribute of the class; core gives at most 32, and 16 MiB of values or one."""
 
     def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> Sequence[int]:
         """Do ``read_into`` for each name and the views of its ``dst``, in order; return the values' lengths, in order.

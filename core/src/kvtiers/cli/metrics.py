@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeGuard
 
 import click
 
@@ -18,7 +18,7 @@ from kvtiers.control import SOCKET_PREFIX, CommandRefused, process_of, running
 from kvtiers.metrics import Found, Histogram, described, families
 from kvtiers.status import ask_engine
 
-__all__ = ["OF_THE_PAGE", "figures_of", "metrics"]
+__all__ = ["OF_THE_PAGE", "figures_of", "is_what_if", "metrics"]
 
 _AT_ONCE = 8  # engines that are asked: one that hangs takes the time of its own answer
 _MOST_OWN = 256  # figures of a tier's own store
@@ -125,7 +125,7 @@ def figures_of(name: str, answer: Mapping[str, Any]) -> list[Found]:
     }
     engine = _good("", stats["engine"])
     good: dict[str, Any] = {"engine": engine, "primary": _good("primary", stats["primary"]), "tiers": tiers}
-    if _is_what_if(stats.get("what_if")):
+    if is_what_if(stats.get("what_if")):
         good["what_if"] = stats["what_if"]
     number = name if engine else process_of(name)
     return [({"engine": number.removeprefix(SOCKET_PREFIX), "model": answer["model"]}, good)]
@@ -156,7 +156,8 @@ def _own_of(figures: Mapping[str, Any]) -> dict[str, float]:
     return dict(list(numbers.items())[:_MOST_OWN])
 
 
-def _is_what_if(report: Any) -> bool:
+def is_what_if(report: Any) -> TypeGuard[dict[str, Any]]:
+    """Return whether an engine's answer has the shadow caches' report in it, each part of its kind."""
     if not isinstance(report, dict) or not all(isinstance(report.get(name), dict) for name in ("hit_rates", "adds")):
         return False
     rates = [rate for of in report["hit_rates"].values() for rate in (of.values() if isinstance(of, dict) else [None])]

@@ -8,6 +8,7 @@ import click
 
 from kvtiers.api.units import format_size
 from kvtiers.cli.engines import engines
+from kvtiers.cli.metrics import is_what_if
 from kvtiers.cli.output import in_words, print_heading, print_table
 from kvtiers.metrics import SILENT_SECONDS, unread_chunks
 
@@ -50,7 +51,8 @@ def status(ctx: click.Context, pid: int | None, asks_what_if: bool, as_json: boo
     for answer in [] if as_json else answers:
         _print(answer)
         if asks_what_if:
-            _print_what_if(answer.get("what_if") or {})
+            report = answer.get("what_if")
+            _print_what_if(report if is_what_if(report) else {})
     ctx.exit(0 if answers else 1)
 
 

@@ -129,9 +129,9 @@ class Client:
         of a GPU that fails. Nothing is written to any of them after the call.
 
         ``in_place``: values whose views lie in ``region`` may be read straight there, without a copy, by a store that
-        can (``SupportsBatch``); then views of values that were not found may hold anything. As the memory is the
-        caller's again when the call ends, a store that still reads into it then costs its tier host, which is killed:
-        for calls with time enough. The call ends when the kernel has ended that process.
+        can (``SupportsBatch``, a value a call); then views of values that were not found may hold anything. As the
+        memory is the caller's again when the call ends, a store that still reads into it then costs its tier host,
+        which is killed: for calls with time enough. The call ends when the kernel has ended that process.
         """
         found = self._never_raises(self._get, keys, views, timeout, tenant, in_place)
         return found if found is not None else [False] * _count(keys)

@@ -35,7 +35,8 @@ class FirstUseKeys:
         self._ring = ring
         self._label = label
         self._read = lru_cache(most)(self._read_file)  # which remembers no exception
-        self._failures, self._equal_keys = itertools.count(1), itertools.count(1)
+        self._failures_of = lru_cache(most)(lambda _tenant: itertools.count(1))
+        self._equal_keys = itertools.count(1)
 
     def ring_of(self, keys: Sequence[OffloadKey]) -> KeyRing:
         """Return the live keys of these chunks' tenants; it has them whatever is forgotten later.
@@ -49,7 +50,7 @@ class FirstUseKeys:
         try:
             return self._read(tenant)
         except ConfigError as error:
-            times = next(self._failures)
+            times = next(self._failures_of(tenant))
             text = "%s: %s; tenant %r is without this tier until its key can be read, and no other one is (%d so far)"
             log_with_backoff(times, _log.warning, text, self._label, error, tenant, times)
             return None

@@ -449,7 +449,7 @@ class ValueMover:
         return (
             self._keys is None
             and views.is_in_place(value.row, value.payload)
-            and 1 < views.view_count(value.row, value.payload) <= self._most_views
+            and views.view_count(value.row, value.payload) <= self._most_views
         )
 
     def _load_in_place(self, moved: Moved, run: ValueRun, value: _Value, views: ClaimedViews) -> bool:

@@ -73,7 +73,7 @@ class FrameReader:
         while len(frames) < most and len(buffer) - at >= _HEAD.size:
             length, tier = _HEAD.unpack_from(buffer, at)
             if not 0 < length <= self._max_bytes:
-                raise ProtocolError(f"a message of {length} bytes; expected at most {self._max_bytes}")
+                raise ProtocolError(f"a message of {length} bytes; expected 1 to {self._max_bytes}")
             start, end = at + _HEAD.size, at + _HEAD.size + length
             if len(buffer) < end:
                 break

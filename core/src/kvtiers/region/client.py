@@ -209,7 +209,7 @@ class RegionJoin:
 
     def _end(self, state: JoinState, reason: str) -> None:
         self._set(dataclasses.replace(self.poll(), state=state, reason=reason, prefault_ended=True))
-        self._region_state = self._desk = None  # unmapped with the last look that another thread takes
+        self._region_state = self._desk = None  # another thread may be reading them: unmapped with the last reference
 
     def _run(self, deadline: float, seconds: float) -> None:
         with logged_boundary(_log, "%s: the joining thread ended", self._where) as joining:

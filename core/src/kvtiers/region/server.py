@@ -222,7 +222,8 @@ class AcceptThread:
         assert peer.sock is not None
         try:
             hello = json.loads(body)
-            rank, reason = int(hello["rank"]), self._objection(hello)
+            rank = int(hello["rank"])
+            reason = self._objection(rank, hello)
             if not reason:
                 peer.pidfd = peer_pidfd(peer.sock)
         except ProcessLookupError:  # it has ended in the meantime
@@ -253,11 +254,11 @@ class AcceptThread:
         except OSError:  # it has hung up, and never had the memory
             self._lose(peer, has_gone=True)
 
-    def _objection(self, hello: dict[str, Any]) -> str:
+    def _objection(self, rank: int, hello: dict[str, Any]) -> str:
         """Return why this HELLO's rank is refused, "" if it is not."""
         if hello["format"] != FORMAT:
             return f"its format is {hello['format']!r:.20}, the scheduler's {FORMAT}; install the same kvtiers for both"
-        layout, rank = hello["layout"], int(hello["rank"])
+        layout = hello["layout"]
         if isinstance(layout, dict) and layout.get("model") == asdict(ModelIdentity("")):
             layout["model"] = asdict(self._layout.model)  # a rank needs no name of the model whose KV it copies
         if differences := self._layout.differences_in(layout):

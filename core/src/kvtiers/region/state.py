@@ -22,7 +22,7 @@ __all__ = ["FIRST_LOOK", "LONGEST_LOOK", "SETTLED", "Desk", "Progress", "RegionS
 FIRST_LOOK, LONGEST_LOOK = 0.002, 0.05
 SETTLED = 2**64 - 1
 """Of a desk: the rank pins no more rows. It has pinned all, has none to pin, or cannot."""
-_NUM_ROWS, _ROW_STRIDE, _MAP_BYTES, _POPULATED, _END = range(5)  # words of a region's state
+_NUM_ROWS, _ROW_STRIDE, _MAP_BYTES, _PROGRESS = range(4)  # words of a region's state
 
 
 class _Page:
@@ -91,13 +91,13 @@ class RegionState(_Page):
     @property
     def progress(self) -> Progress:
         """The progress of populating."""
-        end = self._words[_END]  # first: what was populated at the end was written before it
-        return Progress(self._words[_POPULATED], end > 0, end > 1)
+        word = self._words[_PROGRESS]
+        return Progress(word >> 2, bool(word & 1), bool(word & 2))
 
     @progress.setter
     def progress(self, progress: Progress) -> None:
-        self._words[_POPULATED] = progress.populated_rows
-        self._words[_END] = progress.prefault_ended + progress.memory_is_short
+        # One word: of two, a processor may show the later one first.
+        self._words[_PROGRESS] = progress.populated_rows << 2 | progress.memory_is_short << 1 | progress.prefault_ended
 
 
 class Desk(_Page):

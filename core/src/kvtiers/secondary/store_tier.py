@@ -61,7 +61,7 @@ class ChunkStoreTier(EventTier):
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
         self._counts = TierCounts(config.store_queue, rows, row_bytes, clock)
         self._storing_for: TierRequest | None = None
-        """The request that this step's last store is of; its store may come as several jobs."""
+        """The request that this step's last store is of, whose store may come as several jobs."""
         self._takes_store = False
         self._generation = 0
         """Of the names: that of a job in flight may be an earlier one."""
@@ -293,7 +293,7 @@ class ChunkStoreTier(EventTier):
         return self._hosts.in_flight + self._lookups.open_probes + (self._probe_until is not None)
 
     def _takes(self, request: TierRequest) -> bool:
-        if request is not self._storing_for:
+        if request is not self._storing_for or not request.request_id:
             self._storing_for, self._takes_store = request, self._counts.has_room
         return self._takes_store
 

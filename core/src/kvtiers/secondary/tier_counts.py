@@ -35,7 +35,10 @@ _FIGURES = (
 
 
 class TierCounts:
-    """One tier's counts. ``store_queue``: so many chunks on their way into the store fill it; ``row_bytes``: of one."""
+    """One tier's counts.
+
+    ``store_queue``: chunks on their way into the store at which it takes no more; ``row_bytes``: size of a row.
+    """
 
     def __init__(
         self, store_queue: int | Literal["auto"], rows: int, row_bytes: int, clock: Callable[[], float]
@@ -58,8 +61,8 @@ class TierCounts:
         A part of a job may be worth nothing: without its windows or states a prompt of a hybrid model is not found.
         With "auto" the room follows the store's speed. A burst of prompts is computed faster than a fast store writes
         it, and a fixed number that is large enough for that would let values of a slow store wait beyond their
-        deadline. Waiting values fill it with an eighth of the primary's rows: by the default budgets half of the
-        tier's, so that loads have the other half.
+        deadline. It is full at an eighth of the primary's rows at the latest: half of what the default budgets give the
+        tier, so that loads have the other half.
         """
         return self.storing < (self._auto if self.store_queue == "auto" else self.store_queue)
 

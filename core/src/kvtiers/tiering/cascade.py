@@ -261,17 +261,18 @@ class Cascades:
     def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Send as many of these readable chunks as there is room for, the first ones; drop and count the others.
 
-        Of several KV groups all or none: a prompt is not found without its windows or states, which come last.
+        Of a request's chunks of several KV groups, which come one group after the other, all or none: a prompt is not
+        found without its windows or states, which come last.
         """
         if not keys or slot.read_only:
             return
         available = slot.available()
         some = keys[: self._budget.room(slot)] if available else ()
-        if len(some) < len(keys) and group_of(keys[0]) != group_of(keys[-1]):
-            some = ()
         admission = self._chosen.get(slot)
         if admission is not None and (most := admission.room(self._clock())) is not None:
             some = some[:most]
+        if len(some) < len(keys) and state is not self._no_request and group_of(keys[0]) != group_of(keys[-1]):
+            some = ()
         slot.metrics.dropped_cascades += len(keys) - len(some)
         if available:
             self._budget.count_over(slot, len(keys) - len(some))

@@ -166,7 +166,7 @@ class TraceSide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Watchers:
-    """Who watches a manager: each is given what it is about, by plain calls, and changes nothing.
+    """The observers of a manager: it calls each with what that observes, and none changes anything in it.
 
     ``publisher``: of KV events; ``listener``: another taker of these, such as the engine's own.
     """

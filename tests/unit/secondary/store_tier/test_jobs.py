@@ -39,6 +39,15 @@ def test_the_jobs_of_a_request_in_a_step_are_queued_together_or_not_at_all(make,
     assert tier.stats()["dropped_queue"] == 12, "the next step is asked anew"
 
 
+def test_jobs_without_a_request_are_queued_each_by_itself(make, backend, kit):
+    tier = make(store_queue=4)
+    nobody = RequestContext("")
+    for number in range(3):
+        tier.submit_store(job(number, [kit.key(100 * number + place) for place in range(4)], context=nobody))
+    assert [sent.job_id for sent in backend.jobs] == [0]
+    assert tier.stats()["dropped_queue"] == 8
+
+
 def test_the_queue_of_a_store_has_room_for_two_seconds_of_its_rate(make, backend, kit, clock):
     """A burst is computed faster than a fast store writes it; what waits for a slow one would outlive its deadline."""
     tier = make(rows=8 * 9000, row_bytes=2**18)

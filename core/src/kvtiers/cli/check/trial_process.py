@@ -22,6 +22,7 @@ from kvtiers.api import (
     ConfigError,
     Finding,
     KvtiersError,
+    NotKept,
     SecondaryTierManager,
     StoreContractError,
     SupportsDiagnosis,
@@ -30,7 +31,7 @@ from kvtiers.api import (
 )
 from kvtiers.api.config import load_resolved
 from kvtiers.cli.check.abilities import probe_abilities
-from kvtiers.cli.check.round_trip import OWN_FAULT, REACH, Bench, ProbeError, probe_manager, probe_store
+from kvtiers.cli.check.round_trip import OWN_FAULT, REACH, Bench, ProbeError, not_kept, probe_manager, probe_store
 from kvtiers.cli.open_tier import open_tier
 from kvtiers.host.compressed_store import compressed_store
 from kvtiers.host.quotas import TenantQuotas
@@ -139,6 +140,9 @@ class _TrialRun:
         stage = self._bench.stage if self._bench else "being started"
         try:
             return action()
+        except NotKept as error:
+            problem = not_kept(error)
+            self._say(Finding("error", str(problem), problem.fix))
         except ProbeError as error:
             self._say(Finding("error", str(error), error.fix))
         except TierPluginError as error:

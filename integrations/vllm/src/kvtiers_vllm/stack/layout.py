@@ -25,9 +25,9 @@ def auto_blocks_per_chunk(kv_cache_config: Any, world_size: int, retention_inter
     """Return how many of vLLM's blocks make 64 tokens in each group; fewer where values would exceed 16 MiB.
 
     Each chunk costs the engine's thread about as much, however large: of 64 tokens instead of 16 a prompt takes a half
-    to a quarter, and hits lose .2 % of their tokens. 1 where the blocks of some group have 64 tokens already, and beside
-    states, which vLLM may find at the ends of parts of a block. ``retention_interval``: vLLM's, which chunks must
-    divide.
+    to a quarter, and hits lose .2 % of their tokens. 1 where the blocks of some group have 64 tokens already, and
+    beside states, which vLLM may find at the ends of parts of a block. ``retention_interval``: vLLM's, which chunks
+    must divide.
     """
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
     specs = [group.kv_cache_spec for group in groups]
