@@ -140,8 +140,8 @@ class SupportsBatch(Protocol):
 class SupportsPieces(Protocol):
     """A store whose library gives it values in memory of its own, out of which ``read_into`` could only copy them.
 
-    Core copies such a value into its row a piece at a time, and hashes each while it is still in the processor's cache:
-    what checks a value would read all of it from memory once more otherwise. Core's threads call both methods. A store
+    Core copies such a value into its row a piece at a time and hashes each piece while it is in the processor's cache;
+    otherwise the check would read the whole value from memory a second time. Core's threads call both methods. A store
     with ``SupportsBatch`` is not asked.
     """
 

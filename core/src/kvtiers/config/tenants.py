@@ -49,7 +49,7 @@ class TenantsConfig(StrictModel):
         )
 
     def problems(self, namespace: str) -> list[str]:
-        """Return a line for each name here that can be no tenant's."""
+        """Return a line for each name in this config that is not valid for a tenant."""
         lines = []
         for name in self.named:
             try:

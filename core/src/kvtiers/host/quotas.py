@@ -65,7 +65,7 @@ class _Account:
 
     @property
     def count_at(self) -> float:
-        """When it is to be counted again."""
+        """The time at which its values are counted again."""
         return self.due if self.is_short else self.due + _RECOUNT_SECONDS
 
 

@@ -136,7 +136,7 @@ class ValueViews:
         self._derived: list[ValueViews] = []
 
     def derive(self, kind: Callable[[memoryview, int, int], "ValueViews"], value_bytes: int) -> "ValueViews":
-        """Return other views of the same rows, which are closed together with these."""
+        """Return views of another kind over the same rows; closing these closes them, too."""
         derived = kind(self._region, self._row_stride, value_bytes)
         self._derived.append(derived)
         return derived
@@ -156,7 +156,7 @@ class ValueViews:
         return 1
 
     def join(self, row: int, payload: int) -> None:
-        """Have a value that is written lie in one place."""
+        """Make a value that is about to be written contiguous."""
 
     def set_joined(self, row: int) -> None:
         """Have the bytes of ``own`` be the value that is written."""

@@ -97,7 +97,8 @@ class Populator:
     def work(self, number: int = 0) -> None:
         """Populate what is wanted, until nothing of the region is left or a piece has failed. Run by each thread.
 
-        ``number``: the thread's; one that does not follow ends with what was wanted at first.
+        ``number``: of this thread among the populating ones. The first ones also populate what ``want`` adds later, the
+        others end with what was wanted at the start.
         """
         gives_way = False
         while (start := self._next_piece(follows=number < _FOLLOWERS)) is not None:

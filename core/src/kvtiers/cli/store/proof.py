@@ -19,7 +19,7 @@ _AT_ONCE = 1024
 
 
 class Proof:
-    """What the store of a session still has of values that were deleted in it."""
+    """The values that a session has deleted and that its store still gives or lists."""
 
     def __init__(self, session: StoreSession) -> None:
         self._session = session
@@ -42,7 +42,7 @@ class Proof:
                 yield from batch
 
     def list_again(self, selection: Selection) -> None:
-        """List what was to be deleted again."""
+        """List once more what was to be deleted."""
         for value in self._session.values(selection):
             self._note(value)
             self._listed += 1
