@@ -204,8 +204,8 @@ class SharedOffloadRegion(OffloadRegion):
 
         StartError, in one line, if the engine id is in use, the memory or the huge pages are not there, a row does
         not fit into ``capacity_bytes``, or this system has no memfd. ``world_size``: how many ranks to wait for, by
-        default the layout's. ``core_dumps``: a core file of this process has the rows in it. ``memory``: created earlier
-        for this capacity and these options; the region takes ownership of it.
+        default the layout's. ``core_dumps``: a core file of this process has the rows in it. ``memory``: created
+        earlier for this capacity and these options; the region takes ownership of it.
         """
         started = time.monotonic()
         where = f"region of engine {engine_id!r}"
