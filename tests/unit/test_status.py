@@ -42,8 +42,17 @@ TIER = {
     "seal_failures": 0,
     "wait_expired": 0,
     "recomputed_cheaper": 0,
-    "left_out_requests": 0,
+    "full": False,
+    "refusing": False,
+    "too_slow": False,
+    "loaded_chunks": 0,
+    "failed_loads": 0,
+    "written_chunks": 0,
+    "budget": "",
+    "switch": "on",
     "trouble": "",
+    "trouble_seconds": 0.0,
+    "trouble_is_over": False,
     "breaker_seconds": 0.0,
     "waiting_calls": 0,
     "silent_seconds": 0.0,
@@ -59,7 +68,7 @@ SLOW = {"hits": 5, "tokens": 160, "load_seconds": 3.0, "computing_seconds": 2.0,
 
 def answer(**tiers):
     named = {"engine": "vLLM 0.32.0", "pid": os.getpid(), "model": "some-org/model", "namespace": "", "fingerprint": ""}
-    return {**named, "actions": [], "tiers": tiers}
+    return {**named, "orphaned": False, "figures": {}, "events": {}, "actions": [], "tiers": tiers}
 
 
 def answering(status, **how):
@@ -287,7 +296,7 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
     assert len(own) == 1
     row = ["fs", "in", "use", "30", "chunks", "960", "7.2", "s"]
     assert any(line.split()[:8] == row and "3MiB" in line for line in lines)
-    assert any("redis" in line and "out of use" in line and line.endswith(" yes") for line in lines)
+    assert any("redis" in line and "out of use" in line and line.endswith(" 0 s ago") for line in lines)
     assert sum("no route to host" in line for line in lines) == 1, "once, below the table"
     assert "  fs: it pays: 960 tokens came from it in 0.5 s of reading, which this engine computes in 7.8 s" in lines
     engines = json.loads(run("--json").stdout)
@@ -363,6 +372,10 @@ _NO_ANSWERS = {
     "no namespace": json.dumps({name: part for name, part in answer(t=TIER).items() if name != "namespace"}),
     "no seconds": json.dumps(answer(t=TIER | {"silent_seconds": None})),
     "not a number": json.dumps(answer(t=TIER | {"loaded_bytes": float("nan")})),
+    "no float": json.dumps(answer(t=TIER | {"hits": 10**400})),
+    "figures in words": json.dumps(answer(t=TIER | {"written_chunks": "many"})),
+    "left out in words": json.dumps(answer(t=TIER | {"left_out_requests": "many"})),
+    "the engine's figures": json.dumps(answer(t=TIER) | {"figures": {"rows": 10**400}}),
     "endless": json.dumps(answer(t=TIER | {"loaded_bytes": 0.125})).replace("0.125", "1e999"),
 }
 

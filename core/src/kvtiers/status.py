@@ -7,7 +7,6 @@ client.
 import contextlib
 import json
 import logging
-import math
 import multiprocessing
 import os
 import time
@@ -53,19 +52,23 @@ _OWN_NUMBERS = (
 )  # fmt: skip
 """Of a tier's own figures: what is not well, and for how long it has been so."""
 _NUMBER = int | float
+_LARGEST_NUMBER = 2**64
+_ENGINE_SHAPE: dict[str, Any] = {
+    **dict.fromkeys(("engine", "model", "namespace", "fingerprint"), str),
+    **dict.fromkeys(("pid", "orphaned"), int),
+    **dict.fromkeys(("figures", "events", "tiers"), dict),
+    "actions": list,
+}
 _TIER_SHAPE: dict[str, Any] = {
-    **dict.fromkeys(("off", "trouble"), str),
+    **dict.fromkeys(("off", "trouble", "budget", "switch"), str),
     **dict.fromkeys(
         (
-            "open", "breaker_state", "shared", "hits", "tokens", "loaded_bytes", "stored_bytes", "unread_bytes",
-            "queue", "seal_failures", "wait_expired", "stored_chunks", "load_seconds", *_OWN_NUMBERS,
+            *_AS_THEY_ARE[1:], *_OWN_NUMBERS, "open", "breaker_state", "queue", "full", "refusing", "too_slow",
+            "loaded_chunks", "failed_loads", "seal_failures", "trouble_seconds", "trouble_is_over", "written_chunks",
         ),
         _NUMBER,
     ),
-    **dict.fromkeys(
-        ("loaded_chunks", "failed_loads", "trouble_seconds", "computing_seconds", "saved_seconds"),
-        _NUMBER | None,
-    ),
+    "left_out_requests": _NUMBER | None,  # only where there can be any
 }  # fmt: skip
 _EVENTS_SHAPE: dict[str, Any] = {
     **dict.fromkeys(("endpoint", "error"), str),
@@ -240,14 +243,11 @@ def _ask(name: str, seconds: float) -> tuple[dict[str, Any], int]:
 
 def _is_answer(status: Mapping[str, Any]) -> bool:
     """Return whether each part of an answer that the commands read is of its kind."""
-    tiers, figures, events = status.get("tiers"), status.get("figures", {}), status.get("events", {})
     return (
-        _has({"engine": str, "model": str, "namespace": str, "fingerprint": str, "pid": int, "actions": list}, status)
-        and isinstance(tiers, dict)
-        and all(_has(_TIER_SHAPE, tier) and _is_flat(tier) for tier in tiers.values())
-        and isinstance(figures, dict)
-        and all(isinstance(figure, int | float) for figure in figures.values())
-        and (events == {} or _has(_EVENTS_SHAPE, events))
+        _has(_ENGINE_SHAPE, status)
+        and all(_has(_TIER_SHAPE, tier) and _is_flat(tier) for tier in status["tiers"].values())
+        and all(_is_number(figure) for figure in status["figures"].values())
+        and (status["events"] == {} or _has(_EVENTS_SHAPE, status["events"]))
     )
 
 
@@ -256,10 +256,12 @@ def _has(shape: Mapping[str, Any], data: Any) -> bool:
 
 
 def _is_flat(data: Mapping[str, Any]) -> bool:
-    return all(
-        isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value))
-        for value in data.values()
-    )
+    return all(isinstance(value, str | None) or _is_number(value) for value in data.values())
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether it is a number that can be shown: JSON has ones that no float can be."""
+    return isinstance(value, _NUMBER) and abs(value) < _LARGEST_NUMBER
 
 
 def _switch(figures: Mapping[str, Any]) -> str:

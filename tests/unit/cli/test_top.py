@@ -22,7 +22,8 @@ from kvtiers.status import Troubles, answer_status
 
 TIER = {
     "off": "", "open": True, "breaker_state": 0, "queue": 3, "hits": 100, "loaded_bytes": 10**9, "stored_bytes": 0,
-    "wait_expired": 0, "saved_seconds": 12.5, "switch": "on",
+    "wait_expired": 0, "saved_seconds": 12.5, "switch": "on", "full": False, "refusing": False, "too_slow": False,
+    "taken_meanwhile": 0, "silent_seconds": 0.0,
 }  # fmt: skip
 FIGURES = {"steps": 100, "engine_seconds": 1.0, "lookups": 400, "primary_hits": 100, "rows": 1000, "free_rows": 250}
 
@@ -83,14 +84,13 @@ def test_no_line_is_longer_than_80_columns_whatever_there_is():
     assert "read-only…" in lines[4] or "read-only" in lines[4]
 
 
-def test_an_engine_that_has_just_come_a_tier_that_is_gone_and_an_older_release_are_shown_too():
+def test_an_engine_that_has_just_come_a_tier_that_is_gone_and_vllms_own_tiering_are_shown_too():
     (engine,) = measured([LATER], [])
     assert engine["hit_rate"] is None
     assert engine["tiers"]["fs"]["hits_per_second"] == 0
     assert measured([look(12.0, {})], [look()])[0]["tiers"] == {}
-    older = look(figures={})
-    del older["figures"]
-    assert screen(measured([older], [older]))[1] == "  tiers under the engine's own tiering"
+    under_vllms = look(figures={})
+    assert screen(measured([under_vllms], [under_vllms]))[1] == "  tiers under the engine's own tiering"
     assert "  no tiers" in screen(measured([look(12.0, {})], [look()]))
     assert screen([]) == ["no engine with kvtiers runs here as this user"]
 

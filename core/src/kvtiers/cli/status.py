@@ -58,23 +58,22 @@ def status(ctx: click.Context, pid: int | None, asks_what_if: bool, as_json: boo
 
 def _print(answer: Mapping[str, Any]) -> None:
     print_heading(f"{answer['engine']}, process {answer['pid']}: {answer['model']}")
-    # An engine that started before an upgrade says neither.
-    if answer.get("fingerprint"):
+    if answer["fingerprint"]:  # an engine whose tiers are all off has none
         click.echo(f"  namespace {answer['namespace']!r}, fingerprint {answer['fingerprint']}")
-    if answer.get("orphaned"):
+    if answer["orphaned"]:
         click.echo(f"  orphaned: the server that started it has ended, so no request arrives; kill {answer['pid']}")
-    if answer.get("events"):
+    if answer["events"]:
         click.echo(f"  KV events: {events_sentence(answer['events'])}")
-    if late := (answer.get("figures") or {}).get("late_loads"):
+    if late := answer["figures"].get("late_loads"):
         loads = "load" if late == 1 else "loads"
         click.echo(f"  {late:,.0f} {loads} came late, computed: vLLM logs 'Recovered from KV load failure' for each")
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
-    primary = [_primary_row(answer["figures"])] if answer.get("figures") else []
+    primary = [_primary_row(answer["figures"])] if answer["figures"] else []
     print_table(columns, [*primary, *(_row(name, tier) for name, tier in answer["tiers"].items())])
     for name, tier in answer["tiers"].items():
         sentence = verdict(tier)
         click.echo(f"  {name}: {sentence}")
-        for line in (_trouble(tier, sentence), unread_chunks("it", tier), tier.get("budget"), writes_per_hit(tier)):
+        for line in (_trouble(tier, sentence), unread_chunks("it", tier), tier["budget"], writes_per_hit(tier)):
             if line:
                 click.echo(f"  {name}: {line}")
 
@@ -151,9 +150,7 @@ def _last_trouble(tier: Mapping[str, Any]) -> str:
     """Return when there was trouble last; what it was stands below the table."""
     if not tier["trouble"]:
         return "none"
-    seconds = tier.get("trouble_seconds")  # an engine that started before an upgrade does not say
-    ago = "yes" if seconds is None else f"{in_words(seconds)} ago"
-    return f"{ago}, over" if tier.get("trouble_is_over") else ago
+    return f"{in_words(tier['trouble_seconds'])} ago{', over' if tier['trouble_is_over'] else ''}"
 
 
 def _trouble(tier: Mapping[str, Any], sentence: str) -> str:
@@ -168,7 +165,7 @@ def state_of(tier: Mapping[str, Any]) -> str:
     """Return a word or two for the state of a tier, as its engine has answered."""
     if tier["off"]:
         return "off"
-    if tier.get("switch", "on") != "on":  # an engine that started before an upgrade does not say
+    if tier["switch"] != "on":
         return f"{tier['switch']} (ctl)"
     if not tier["open"]:
         return "not open"
@@ -176,11 +173,10 @@ def state_of(tier: Mapping[str, Any]) -> str:
         return _BREAKER.get(int(tier["breaker_state"]), "?")
     if _is_silent(tier):
         return "no answer"
-    # An engine that started before an upgrade does not say these.
     states = {
-        "takes little" if tier.get("taken_meanwhile") else "full": tier.get("full"),
-        "refusing": tier.get("refusing"),
-        "too slow": tier.get("too_slow"),
+        "takes little" if tier["taken_meanwhile"] else "full": tier["full"],
+        "refusing": tier["refusing"],
+        "too slow": tier["too_slow"],
     }
     words = [word for word, holds in states.items() if holds]
     return ", ".join(words) or _BREAKER[0]
@@ -188,25 +184,23 @@ def state_of(tier: Mapping[str, Any]) -> str:
 
 def _is_silent(tier: Mapping[str, Any]) -> bool:
     """Return whether nothing comes of what the tier's store was asked for."""
-    return bool(tier.get("silent_seconds", 0) >= SILENT_SECONDS)
+    return bool(tier["silent_seconds"] >= SILENT_SECONDS)
 
 
 def _saved(tier: Mapping[str, Any]) -> str:
-    """Return the seconds saved, as the engine counts them; None while it has priced no load."""
-    saved = tier.get("saved_seconds")
-    is_known = saved is not None and (tier.get("computing_seconds") or not tier["tokens"])
-    return in_words(saved) if saved is not None and is_known else "?"
+    """Return the seconds saved, as the engine counts them; "?" while it has priced no load."""
+    return in_words(tier["saved_seconds"]) if tier["computing_seconds"] or not tier["tokens"] else "?"
 
 
 def verdict(tier: Mapping[str, Any]) -> str:
     """Return, in one sentence, whether a tier pays, and if not, why."""
     trouble = tier["trouble"] or "not opened yet"
-    seconds = tier.get("breaker_seconds") if tier["breaker_state"] else None
+    seconds = tier["breaker_seconds"] if tier["breaker_state"] else None
     since = f" for {in_words(seconds)}" if seconds else " now"
-    left_out = tier.get("left_out_requests", 0)  # the whole stack leaves none out
+    left_out = tier.get("left_out_requests") or 0  # the whole stack leaves none out
     sentences = (
         (tier["off"], f"it does nothing here: {tier['off']}"),
-        (tier.get("switch") == "off", "it does nothing: an operator has switched it off; 'kvtiers ctl' switches it on"),
+        (tier["switch"] == "off", "it does nothing: an operator has switched it off; 'kvtiers ctl' switches it on"),
         (
             not tier["open"] or tier["breaker_state"],
             f"it brings nothing{since}, since it cannot be used: {trouble}",
@@ -216,12 +210,12 @@ def verdict(tier: Mapping[str, Any]) -> str:
             "its values are found by this process alone, and are lost with it; see the log's start",
         ),
         (_is_silent(tier), f"it brings nothing: {_silence(tier)}"),
-        (tier.get("too_slow"), f"it brings next to nothing: {_said(tier, 'too slow')}"),
+        (tier["too_slow"], f"it brings next to nothing: {_said(tier, 'too slow')}"),
         (
-            tier.get("full"),
-            f"it takes {'little of what is' if tier.get('taken_meanwhile') else 'nothing'} new: {_not_taken(tier)}",
+            tier["full"],
+            f"it takes {'little of what is' if tier['taken_meanwhile'] else 'nothing'} new: {_not_taken(tier)}",
         ),
-        (tier.get("refusing"), f"it takes only some of what is new: {_not_taken(tier)}"),
+        (tier["refusing"], f"it takes only some of what is new: {_not_taken(tier)}"),
         (tier["hits"] and _does_not_pay(tier) and not _few_loads(tier), f"it does not pay: {_brought(tier)}"),
         (tier["hits"] and _does_not_pay(tier), f"nothing can be said yet: {_brought(tier)}"),
         (tier["hits"], f"it pays: {_brought(tier)}"),
@@ -234,7 +228,7 @@ def verdict(tier: Mapping[str, Any]) -> str:
             "it does not pay: its answers come too late; see 'lookup_wait', or the way to the backend",
         ),
         (
-            tier.get("recomputed_cheaper"),  # an engine that started before an upgrade does not say
+            tier["recomputed_cheaper"],
             "it does not pay: computing is faster than reading from it; see the way to the backend, or 'load_wait'",
         ),
         (
@@ -252,7 +246,7 @@ def verdict(tier: Mapping[str, Any]) -> str:
 
 def writes_per_hit(tier: Mapping[str, Any]) -> str:
     """Return how many chunks were written for each that was read, in one line; "" while that says nothing yet."""
-    written, hits = tier.get("written_chunks", 0), tier["hits"]  # an engine from before an upgrade does not say
+    written, hits = tier["written_chunks"], tier["hits"]
     if written < _FEW_CHUNKS:
         return ""
     if not hits:
@@ -267,17 +261,17 @@ def _said(tier: Mapping[str, Any], state: str) -> str:
 
 
 def _silence(tier: Mapping[str, Any]) -> str:
-    calls = tier.get("waiting_calls", 0)
+    calls = tier["waiting_calls"]
     waiting = "1 call waits" if calls == 1 else f"{calls:,.0f} calls wait"
-    return f"no answer for {in_words(tier.get('silent_seconds', 0.0))}, {waiting}; look whether its backend hangs"
+    return f"no answer for {in_words(tier['silent_seconds'])}, {waiting}; look whether its backend hangs"
 
 
 def _not_taken(tier: Mapping[str, Any]) -> str:
     """Return how many values were not taken, when the last one was, and what to do."""
     advice = _advice(str(tier["trouble"])) or "the log says what to do"
-    if not (count := tier.get("not_taken")):  # an engine that started before an upgrade does not say
+    if not (count := tier["not_taken"]):
         return advice
-    ago, taken = in_words(tier.get("not_taken_seconds", 0.0)), tier.get("taken_meanwhile")
+    ago, taken = in_words(tier["not_taken_seconds"]), tier["taken_meanwhile"]
     beside = f", {taken:,.0f} were" if taken else ""
     return f"{count:,.0f} values not taken{beside}, the last {ago} ago; {advice}"
 
@@ -289,17 +283,16 @@ def _advice(trouble: str) -> str:
 
 def _does_not_pay(tier: Mapping[str, Any]) -> bool:
     """Return whether nearly nothing was saved."""
-    computing, saved = tier.get("computing_seconds") or 0.0, tier.get("saved_seconds") or 0.0
-    return bool(saved < _WORTH * computing)
+    return bool(tier["saved_seconds"] < _WORTH * tier["computing_seconds"])
 
 
 def _few_loads(tier: Mapping[str, Any]) -> bool:
     """Return whether there were too few loads to distinguish a slow tier from a slow start."""
-    return bool(tier.get("loads", 0) < _FEW_LOADS)
+    return bool(tier["loads"] < _FEW_LOADS)
 
 
 def _brought(tier: Mapping[str, Any]) -> str:
     read = f"{tier['tokens']:,.0f} tokens came from it in {in_words(tier['load_seconds'])} of reading"
-    if not (computing := tier.get("computing_seconds")):
+    if not (computing := tier["computing_seconds"]):
         return f"{read}; how long computing takes is not known yet, since this engine has computed no prompt"
     return f"{read}, which this engine computes in {in_words(computing)}"

@@ -84,9 +84,9 @@ def measured(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any
 
 def _measured(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     seconds = now["at"] - before["at"]
-    engine: Mapping[str, float] = now.get("figures") or {}
+    engine: Mapping[str, float] = now["figures"]
     hits = [_all_hits(look) for look in (now, before)]
-    asked = [(look.get("figures") or {}).get("lookups", 0) for look in (now, before)]
+    asked = [look["figures"].get("lookups", 0) for look in (now, before)]
     return {
         "engine": now["engine"],
         "pid": now["pid"],
@@ -102,13 +102,13 @@ def _measured(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
 
 
 def _all_hits(engine: Mapping[str, Any]) -> float:
-    figures: Mapping[str, float] = engine.get("figures") or {}
+    figures: Mapping[str, float] = engine["figures"]
     hits: list[float] = [tier["hits"] for tier in engine["tiers"].values()]
     return figures.get("primary_hits", 0) + sum(hits)
 
 
 def _rate(now: Mapping[str, Any], before: Mapping[str, Any], seconds: float, name: str) -> float | None:
-    later, earlier = ((look.get("figures") or {}).get(name) for look in (now, before))
+    later, earlier = (look["figures"].get(name) for look in (now, before))
     return None if later is None or earlier is None or not seconds else max(0.0, later - earlier) / seconds
 
 
@@ -119,14 +119,14 @@ def _tier(now: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> 
     }
     return {
         "state": state_of(now),
-        "switch": now.get("switch", "on"),
+        "switch": now["switch"],
         "breaker": _BREAKER.get(int(now["breaker_state"]), "?"),
         "queue": now["queue"],
         "hits": now["hits"],
         "read_bytes": now["loaded_bytes"],
         "written_bytes": now["stored_bytes"],
         "late_chunks": now["wait_expired"],
-        "saved_seconds": now.get("saved_seconds"),
+        "saved_seconds": now["saved_seconds"],
         **flows,
     }
 
@@ -165,7 +165,6 @@ def _percent(share: float | None) -> str:
 
 
 def _cells(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
-    saved = tier["saved_seconds"]
     return (
         name,
         tier["state"],
@@ -175,7 +174,7 @@ def _cells(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
         _short(tier["queue"]),
         _short(tier["late_chunks_per_second"]),
         tier["breaker"],
-        "?" if saved is None else f"{_short(saved)} s",
+        f"{_short(tier['saved_seconds'])} s",
     )
 
 
