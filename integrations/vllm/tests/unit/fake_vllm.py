@@ -287,7 +287,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "OffloadingManager": _kind("OffloadingManager"),
         "OffloadingEvent": _kind("OffloadingEvent"),
         "PrepareStoreOutput": PrepareStoreOutput,
-        "Locality": Enum("Locality", ["LOCAL", "REMOTE"]),
+        "Locality": Enum("Locality", {"LOCAL": "LOCAL", "REMOTE": "REMOTE"}),
         "OffloadPolicy": Enum("OffloadPolicy", ["CHUNK_LEVEL", "REQUEST_LEVEL"]),
         "LookupResult": LookupResult,
         "Medium": Medium,

@@ -51,12 +51,12 @@ def make(monkeypatch, version, config):
     monkeypatch.setattr(module, "load_tier_options", lambda *_: (SimpleNamespace(tier_name="near"), TierSettings()))
     monkeypatch.setattr(module, "open_status", lambda *_: Status())
 
-    def make(spec, close=lambda _: None):
+    def make(spec, close=lambda _: None, **options):
         driver = TierDriver(TierSlot(0, OffTier(), TierOptions("near")), 0.02, close)
         opened = OpenedTier(driver, "near", "model", shared=True)
         monkeypatch.setattr(module, "open_tier", lambda *_: opened)
         with being_built(Engine(config, None)):
-            return module.KvtiersTier(spec, memoryview(bytes(8)), "kvtiers-near")
+            return module.KvtiersTier(spec, memoryview(bytes(8)), "kvtiers-near", **options)
 
     return make
 
@@ -68,6 +68,12 @@ def offloading_spec():
 @pytest.fixture
 def tier(make):
     return make(offloading_spec())
+
+
+def test_the_locality_is_one_of_vllms_or_one_line_that_names_the_option(make):
+    assert make(offloading_spec(), locality="REMOTE").locality.value == "REMOTE"
+    with pytest.raises(ConfigError, match="kvtiers-near: locality: 'near' is unknown; expected 'LOCAL' or 'REMOTE'"):
+        make(offloading_spec(), locality="near")
 
 
 def job(job_id=7, chunk_ids=(3,)):

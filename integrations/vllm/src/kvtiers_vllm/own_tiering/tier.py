@@ -56,6 +56,15 @@ _RELEASE = release_of(vllm_version)
 _ANSWERS = {Answer.MISS: LookupResult.MISS, Answer.HIT: LookupResult.HIT, Answer.RETRY: LookupResult.RETRY}
 
 
+def _locality(tier_type: str, name: str) -> Locality:
+    """Return vLLM's value of this name; ConfigError, one line, if there is none."""
+    try:
+        return Locality(name)
+    except ValueError:
+        known = " or ".join(repr(each.value) for each in Locality)
+        raise ConfigError(f"{tier_type}: locality: {name!r} is unknown; expected {known}") from None
+
+
 _running: weakref.WeakKeyDictionary["KvtiersTier", Any] = weakref.WeakKeyDictionary()
 """The open tiers of this process, each with its engine's offloading config."""
 
@@ -86,7 +95,7 @@ class KvtiersTier(SecondaryTierManager):
         config, settings = load_tier_options(tier_type, options, offloading_spec.extra_config)
         self._prompt_only = bool(offloading_spec.extra_config.get("offload_prompt_only", True))
         _RELEASE.require_computed(prompt_only=self._prompt_only)
-        self.locality = None if locality is None else Locality(locality)
+        self.locality = None if locality is None else _locality(tier_type, locality)
         self.events: list[OffloadingEvent] | None = None
         if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self.events = []
