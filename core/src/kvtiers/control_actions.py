@@ -115,6 +115,11 @@ class EngineActions:
         raise CommandRefused(f"it has begun, and has not ended in {waited:.3g}s; {unfinished or 'see the log'}")
 
 
+_NOT_READY = (
+    "the engine's ranks, which have not all joined, or for 'prefault: all'; if it goes on, the engine's log says why"
+)
+
+
 class _WarmUpActions:
     """The actions of a warm-up: its begin, its keys (also none of them, to ask how far it is), and its end."""
 
@@ -144,6 +149,8 @@ class _WarmUpActions:
         continues, is_last = request.flag("continues"), request.flag("last")
         request.end()
         done = self._in_step(request, lambda: self._warm_ups.give(number, runs, continues=continues, is_last=is_last))
+        if not self._manager.is_ready:
+            done = {**done, "waits_for": _NOT_READY}
         return f"warm-up {number}: {_so_far(done)}", done
 
     def end(self, request: Request) -> tuple[str, Mapping[str, Any]]:

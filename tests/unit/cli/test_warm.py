@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +110,28 @@ def test_a_full_primary_ends_it_and_says_how_many_keys_were_left(engine, tmp_pat
     assert done.exit_code == 0
     assert done.stdout.startswith("57 of 100 chunks loaded")
     assert done.stdout.endswith("the primary is full; 43 keys were left\n")
+
+
+def test_an_engine_whose_ranks_have_not_joined_is_said_to_wait_for_them(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtiers.cli.progress._LINE_SECONDS", 0.0)  # a line of progress for each answer
+    engine.bench.tier["a"].put(KEYS)
+    engine.bench.engine.all_joined = False
+    keys, prefetches = write(tmp_path, *(key.hex() for key in KEYS)), engine.bench.manager._prefetches.all
+
+    def join():
+        wait_until(lambda: prefetches and prefetches[0].given)
+        heard_at = prefetches[0].heard_at
+        wait_until(lambda: prefetches[0].heard_at > heard_at)  # so the first answer has been given
+        engine.bench.engine.all_joined = True
+
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join)
+        done = engine.run("--from", "a", "--keys", keys)
+        joining.result()
+    assert done.stdout.startswith("20 of 20 chunks loaded"), done.output
+    first, *_, last = done.stderr.splitlines()
+    assert first.startswith("0 chunks, 0B loaded; it waits for the engine's ranks, which have not all joined")
+    assert "waits" not in last
 
 
 def test_most_and_rate_bound_it(engine, tmp_path):

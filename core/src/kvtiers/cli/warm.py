@@ -170,7 +170,7 @@ def _give(send: Send, number: int, batches: Iterator[_Batch], stop: Event, repor
             continues=some.continues,
             last=some.is_last,
         )
-        report(lambda: f"{done['loaded']} chunks, {format_size(done['loaded_bytes'])} loaded")  # noqa: B023 -- asked at once
+        report(partial(_so_far, done))
         if done["ended"]:
             return
         if batch is None:
@@ -179,6 +179,11 @@ def _give(send: Send, number: int, batches: Iterator[_Batch], stop: Event, repor
             batch = next(batches, None)
         else:
             stop.wait(_PAUSE_SECONDS)
+
+
+def _so_far(done: dict[str, Any]) -> str:
+    loaded = f"{done['loaded']} chunks, {format_size(done['loaded_bytes'])} loaded"
+    return f"{loaded}; it waits for {done['waits_for']}" if "waits_for" in done else loaded
 
 
 def _batches(prefixes: Prefixes) -> Iterator[_Batch]:

@@ -471,6 +471,11 @@ class TieringManager:
         """How many steps have ended so far. Any thread."""
         return self._metrics.steps
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the last step found all ranks there and, with ``prefault: all``, all memory pinned. Any thread."""
+        return self._ready
+
     def fingerprint(self) -> str:
         """Return the fingerprint of the current weights, as it stands in the names of values. Any thread."""
         return self._engine.fingerprint()
