@@ -77,6 +77,8 @@ def test_the_site_of_the_documents_as_they_are_is_built(build, tmp_path):
     assert 'href="../project/examples/engine.py/"' in page
     assert 'href="../project/ARCHITECTURE/#imports"' in page
     assert "open_manager" in (tmp_path / "site/project/examples/engine.py/index.html").read_text()
+    assert 'href="../site.css"' in page
+    assert (tmp_path / "site/site.css").is_file()
 
 
 def test_a_link_that_leads_nowhere_fails_the_build(build):
