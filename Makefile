@@ -35,7 +35,8 @@ AZURITE_VERSION := 3.37.0
 
 # Processes that run the tests side by side: on two cores a third one works while these wait for servers and deadlines.
 WORKERS ?= 3
-PYTEST = $(PYTHON) -m pytest --numprocesses=$(WORKERS)
+# The file has the outcomes also where a run ends early, as when the kernel has killed a worker for want of memory.
+PYTEST = $(PYTHON) -m pytest --numprocesses=$(WORKERS) --junitxml=out/tests.xml
 # Those of the engines: each of theirs works all of the time, and takes gigabytes.
 ENGINE_WORKERS ?= 2
 
