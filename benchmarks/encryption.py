@@ -26,11 +26,11 @@ from lib.results import at_least, middle_share, options_of, say
 from kvtiers.api import OffloadKey, TransferJob, make_offload_key
 from kvtiers.api.units import format_size
 from kvtiers.encryption.config import EncryptionConfig
+from kvtiers.encryption.first_use_keys import FirstUseKeys
 from kvtiers.encryption.key_source import open_keys
 from kvtiers.encryption.keyed_names import KeyedNames
 from kvtiers.encryption.keys import KeyRing
 from kvtiers.encryption.seal import decrypt_value, encrypt_value
-from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier

@@ -47,10 +47,9 @@ def _believe_everything() -> None:
     kvtiers has no option for that, and needs none: this replaces the check inside this one process, and so for tiers
     with ``io: thread`` alone. It is how act 3 shows that the check is what keeps damaged KV away.
     """
-    from kvtiers.host import transfer as mover
-    from kvtiers.layout.seal import SealVerdict
+    from kvtiers.layout.seal import PlainSeal, SealVerdict
 
-    vars(mover)["check_value"] = lambda *_: SealVerdict.OK
+    setattr(PlainSeal, "check", lambda *_: SealVerdict.OK)  # noqa: B010 -- mypy refuses the assignment
 
 
 def _orders(engine: Engine) -> Iterator[dict[str, Any]]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.host import transfer
-from kvtiers.layout.seal import SealVerdict
+from kvtiers.layout.seal import PlainSeal, SealVerdict
 
 _spec = importlib.util.spec_from_file_location("kvtiers_corruptions", Path(__file__).with_name("corruptions.py"))
 corruptions = importlib.util.module_from_spec(_spec)
@@ -24,7 +23,7 @@ def test_what_a_damaged_value_gives_is_the_right_bytes_or_a_miss(kind, capsys):
 
 
 def test_a_wrong_byte_fails_the_run_and_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(transfer, "check_value", lambda *_: SealVerdict.OK)
+    monkeypatch.setattr(PlainSeal, "check", lambda *_: SealVerdict.OK)
     assert corruptions.main(["--count", "90", "--kinds", "memory"]) == 1
     said = capsys.readouterr().out
     assert "memory: wrong bytes: " in said
@@ -32,7 +31,7 @@ def test_a_wrong_byte_fails_the_run_and_is_named(monkeypatch, capsys):
 
 
 def test_a_run_that_loads_nothing_fails(monkeypatch, capsys):
-    monkeypatch.setattr(transfer, "check_value", lambda *_: SealVerdict.CORRUPT)
+    monkeypatch.setattr(PlainSeal, "check", lambda *_: SealVerdict.CORRUPT)
     assert corruptions.main(["--count", "90", "--kinds", "memory"]) == 1
     assert "memory: 4 values that were not damaged were not loaded" in capsys.readouterr().out
 

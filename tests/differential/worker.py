@@ -44,10 +44,9 @@ class Worker:
 
     def trust(self):
         """Have every value taken as sound from now on: the control, in which wrong bytes are found."""
-        from kvtiers.host import transfer
-        from kvtiers.layout.seal import SealVerdict
+        from kvtiers.layout.seal import PlainSeal, SealVerdict
 
-        transfer.check_value = lambda *_: SealVerdict.OK
+        PlainSeal.check = lambda *_: SealVerdict.OK
 
     def close(self, name):
         self._engines.pop(name).close()

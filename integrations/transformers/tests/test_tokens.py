@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtiers.host import transfer
-from kvtiers.layout.seal import SealVerdict
+from kvtiers.layout.seal import PlainSeal, SealVerdict
 
 from .conftest import greedy, loaded, values_in
 from .models import FIRST, MODELS, make, prompt
@@ -90,7 +89,7 @@ def test_with_the_check_switched_off_the_tokens_are_wrong_so_these_tests_can_fai
     assert greedy(open_cache(model), ids) == truth
     for path in values_in(tmp_path / "kv"):
         path.write_bytes(bytes(path.stat().st_size))
-    monkeypatch.setattr(transfer, "check_value", lambda *_: SealVerdict.OK)
+    monkeypatch.setattr(PlainSeal, "check", lambda *_: SealVerdict.OK)
     cache = open_cache(model, tier={"io": "thread"})
     assert greedy(cache, ids) != truth
     assert loaded(cache) == WHOLE

@@ -12,12 +12,15 @@ from tests.stores import DictStore
 from tests.unit.encryption.keyed import ring
 
 from kvtiers.api import make_offload_key
-from kvtiers.host import bounce_buffers, claimed_views, transfer
+from kvtiers.encryption import seal as encrypted_seal
+from kvtiers.encryption.seal import EncryptedSeal
+from kvtiers.host import bounce_buffers, claimed_views
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import JobDone, Status, StoreJob
 from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.host.transfer_pool import PoolOptions, TransferPool
 from kvtiers.host.value_run import ValueRun
+from kvtiers.layout import seal as plain_seal
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.claims import RECORD_BYTES, ClaimState, ClaimTable
@@ -101,7 +104,8 @@ class Bench:
 
     def mover_of(self, store, keys=None):
         claimed, options = ClaimedViews(self.table, VALUE), MoverOptions([(PAYLOAD, VALUE)])
-        return ValueMover(store, self.views, options, threading.Event(), claimed=claimed, keys=keys)
+        seal = keys and EncryptedSeal("", keys)
+        return ValueMover(store, self.views, options, threading.Event(), seal, claimed=claimed)
 
     def parts(self, row):
         at, found = (row - ROWS + 1) * 16_384, []
@@ -215,14 +219,14 @@ def test_encrypted_values_come_back_to_the_same_places_and_their_parts_are_never
 
 
 def test_memory_that_is_anothers_while_it_is_encrypted_is_not_stored(bench, store, monkeypatch):
-    encrypt = transfer.encrypt_value
+    encrypt = encrypted_seal.encrypt_value
 
     def change(*args):
         bench.fill(2)
         encrypt(*args)
         bench.revoke()
 
-    monkeypatch.setattr(transfer, "encrypt_value", change)
+    monkeypatch.setattr(encrypted_seal, "encrypt_value", change)
     bench.fill(1)
     bench.open()
     moved = bench.mover_of(store, ring()).store(bench.run)
@@ -298,7 +302,7 @@ def test_memory_that_is_anothers_before_it_was_read_is_not_stored(bench, store):
 def test_memory_that_is_anothers_while_it_is_copied_or_hashed_is_not_stored(bench, store, cuts, monkeypatch):
     """What was copied, or hashed, may be of either: it would be stored as sound, under the key of the first."""
     gathers = store.write_many is not None and len(cuts) <= 63
-    module, step = (transfer, "seal_parts") if gathers else (bounce_buffers, "copy_memory")
+    module, step = (plain_seal, "seal_parts") if gathers else (bounce_buffers, "copy_memory")
     step_of_it = getattr(module, step)
 
     def change(*args):

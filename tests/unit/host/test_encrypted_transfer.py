@@ -11,7 +11,7 @@ from tests.unit.encryption.keyed import random_key, ring
 from kvtiers.api.keys import with_tenant
 from kvtiers.encryption.keyed_names import KeyedNames
 from kvtiers.encryption.keys import KeyRing, SealingKey, token_of
-from kvtiers.encryption.seal import encrypt_value
+from kvtiers.encryption.seal import EncryptedSeal, encrypt_value
 from kvtiers.host.messages import JobDone, Opened, Status, StoreJob
 from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.layout.seal import seal_value
@@ -48,7 +48,7 @@ def store(kit, request, pieces):
 def mover(kit):
     def make(store, keys, **options):
         options = MoverOptions([(kit.PAYLOAD, kit.VALUE)], **options)
-        return ValueMover(store, kit.rows.views, options, threading.Event(), keys=keys)
+        return ValueMover(store, kit.rows.views, options, threading.Event(), keys and EncryptedSeal("", keys))
 
     return make
 
@@ -155,7 +155,8 @@ def test_after_a_bump_encrypted_values_have_other_names_and_seals(kit, keys, mov
     store = kit.DictStore()
     stored(kit, mover, store, keys, ring())
     options = MoverOptions([(kit.PAYLOAD, kit.VALUE)])
-    bumped = ValueMover(store, kit.rows.views, options, threading.Event(), "0123456789abcdef", keys=ring())
+    seal = EncryptedSeal("0123456789abcdef", ring())
+    bumped = ValueMover(store, kit.rows.views, options, threading.Event(), seal)
     assert set(bumped.load(kit.run(keys)).statuses) == {MISSING}
     assert set(bumped.store(kit.run(keys)).statuses) == {DONE}
     assert set(bumped.load(kit.run(keys)).statuses) == {DONE}

@@ -11,13 +11,12 @@ from tests.unit.encryption.keyed import NAMES, key
 
 from kvtiers.api import ConfigError, make_offload_key, tenant_of
 from kvtiers.api.keys import with_tenant
-from kvtiers.encryption import key_source, keyed_names
+from kvtiers.encryption import first_use_keys, key_source, keyed_names
 from kvtiers.encryption.config import EncryptionConfig
+from kvtiers.encryption.first_use_keys import FirstUseKeys
 from kvtiers.encryption.key_source import open_keys
 from kvtiers.encryption.keyed_names import KeyedNames
 from kvtiers.encryption.keys import KeyRing
-from kvtiers.host import first_use_keys
-from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.host.messages import JobDone, Opened, Probed, Status, StoreJob
 from kvtiers.layout.storage_name import parse_name
 

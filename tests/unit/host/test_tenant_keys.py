@@ -17,9 +17,9 @@ from kvtiers.api.keys import with_tenant
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.keyed_names import KeyedNames
 from kvtiers.encryption.keys import KeyRing
-from kvtiers.encryption.seal import decrypt_value, encrypt_value
+from kvtiers.encryption.seal import EncryptedSeal, decrypt_value, encrypt_value
+from kvtiers.encryption.tenant_keys import TenantKeyReader
 from kvtiers.host.messages import JobDone, Opened, Probed, Status, StoreJob
-from kvtiers.host.tenant_keys import TenantKeyReader
 from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.layout.seal import SealVerdict
 from kvtiers.layout.storage_name import parse_name
@@ -49,7 +49,8 @@ def engine(kit, store):
     """Make an engine's side of the store, with these keys."""
 
     def make(keys):
-        return ValueMover(store, kit.rows.views, MoverOptions([(kit.PAYLOAD, kit.VALUE)]), threading.Event(), keys=keys)
+        options = MoverOptions([(kit.PAYLOAD, kit.VALUE)])
+        return ValueMover(store, kit.rows.views, options, threading.Event(), EncryptedSeal("", keys))
 
     return make
 
@@ -245,8 +246,8 @@ def test_keys_at_hand_come_before_commands_and_after_its_end_none_is_read(source
             reader.close()
         raise ConfigError("no key")
 
-    monkeypatch.setattr("kvtiers.host.tenant_keys.open_keys", refuse)
-    monkeypatch.setattr("kvtiers.host.tenant_keys._MOST_THREADS", 1)
+    monkeypatch.setattr("kvtiers.encryption.tenant_keys.open_keys", refuse)
+    monkeypatch.setattr("kvtiers.encryption.tenant_keys._MOST_THREADS", 1)
     tenants = {name: {"key": {"command": ["false"]}} for name in "abc"} | {"here": {"key": source("here")}}
     config = EncryptionConfig.model_validate({"key": source("all"), "tenants": tenants})
     reader = TenantKeyReader(config, "test", ring_with(missing=tenants), "disk", (0.001, 0.001))
@@ -258,7 +259,7 @@ def test_keys_at_hand_come_before_commands_and_after_its_end_none_is_read(source
 
 
 def test_a_tenant_whose_key_does_not_come_keeps_no_other_one_waiting(kit, source, tmp_path, of, log_lines, monkeypatch):
-    monkeypatch.setattr("kvtiers.host.tenant_keys._WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("kvtiers.encryption.tenant_keys._WAIT_SECONDS", 0.01)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     tenants = {"blue": {"key": {"command": ["cat", str(pipe)]}}}

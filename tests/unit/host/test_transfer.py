@@ -9,6 +9,7 @@ import pytest
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.layout.borrowed_views import ValueViews
+from kvtiers.layout.seal import PlainSeal
 from kvtiers.layout.storage_name import StorageNames
 
 DONE, MISSING, CORRUPT = Status.DONE, Status.MISSING, Status.CORRUPT
@@ -283,7 +284,7 @@ def test_a_store_that_takes_no_processor_for_long_is_left_alone(kit):
 def test_a_store_with_an_epoch_of_its_own_leaves_the_rows_as_they_are(kit, keys, batched):
     store = kit.BatchStore() if batched else kit.DictStore()
     options = MoverOptions([(kit.PAYLOAD, kit.VALUE)])
-    mover = ValueMover(store, kit.rows.views, options, threading.Event(), epoch="0123456789abcdef")
+    mover = ValueMover(store, kit.rows.views, options, threading.Event(), PlainSeal("0123456789abcdef"))
     for row, key in enumerate(keys):
         kit.rows.fill(row, key)
     before = bytes(kit.rows.memory)
@@ -296,7 +297,7 @@ def test_a_store_with_an_epoch_of_its_own_leaves_the_rows_as_they_are(kit, keys,
 
 
 def test_views_beside_the_rows_are_closed_with_those_of_the_rows(kit):
-    ValueMover(kit.DictStore(), kit.rows.views, MoverOptions([(10, kit.VALUE)]), threading.Event(), epoch="1" * 16)
+    ValueMover(kit.DictStore(), kit.rows.views, MoverOptions([(10, kit.VALUE)]), threading.Event(), PlainSeal("1" * 16))
     kit.rows.views.close()
     kit.rows.memory.release()  # BufferError if they still held it
 

@@ -267,7 +267,7 @@ def test_giving_up_what_is_not_there_is_nothing(kit):
 
 def test_no_value_begins_after_the_deadline_that_runs_from_the_first(kit, keys, monkeypatch):
     clock = kit.Clock()
-    for module in ("transfer", "transfer_pool"):
+    for module in ("value_run", "transfer_pool"):
         monkeypatch.setattr(f"kvtiers.host.{module}.time", SimpleNamespace(monotonic=clock))
 
     class Slow(kit.GatedStore):

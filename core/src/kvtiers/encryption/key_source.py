@@ -2,8 +2,8 @@
 
 Files and variables are looked at when a config is loaded, so that a mistake ends the start; commands are not run then.
 A tier host reads all of them when it opens its tier, and keeps what is derived; the engine's process keeps no key.
-A tenant's keys are read by themselves: where they cannot be had, no other tenant is affected (``host/tenant_keys.py``;
-``host/first_use_keys.py`` for those of ``"*"``).
+A tenant's keys are read by themselves: where they cannot be had, no other tenant is affected (``tenant_keys.py``;
+``first_use_keys.py`` for those of ``"*"``).
 """
 
 import base64

@@ -9,14 +9,21 @@ rekey``); an HMAC would not allow that. A keyed name is shorter than the longest
 The key is that of the tenant in the offload key, where it has one of its own, else the namespace's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtiers.api import OffloadKey, tenant_of
 from kvtiers.encryption.keys import KeyRing, SealingKey, token_of
-from kvtiers.layout.storage_name import KEYED, StorageNames
+from kvtiers.layout.storage_name import KEYED, StorageNames, ValueName
 
-__all__ = ["KeyedNames"]
+__all__ = ["KeyedName", "KeyedNames"]
+
+
+@dataclass(slots=True)
+class KeyedName(ValueName):
+    """What an encrypted value is sealed for, and the key that names and encrypts it."""
+
+    key: SealingKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +70,21 @@ class KeyedNames(StorageNames):
 
     def name(self, key: OffloadKey) -> str:
         """Return the storage name of the value with this key. Ask ``has_name`` first."""
-        sealing = self.key_of(key)
-        assert sealing is not None, "a value without a key has no name"
-        prefix, rest = self.split(key)
-        return _name(sealing, token_of(rest), prefix)
+        return self._value_name(key).text
 
     def names(self, keys: Iterable[OffloadKey]) -> list[str]:
         """Return the storage names of these keys, in order."""
         return [self.name(key) for key in keys]
+
+    def value_names(self, keys: Iterable[OffloadKey]) -> Sequence[KeyedName]:
+        """Return what the values with these keys are sealed for and with, in order. Ask ``has_name`` first."""
+        return [self._value_name(key) for key in keys]
+
+    def _value_name(self, key: OffloadKey) -> KeyedName:
+        sealing = self.key_of(key)
+        assert sealing is not None, "a value without a key has no name"
+        prefix, rest = self.split(key)
+        return KeyedName(_name(sealing, token_of(rest), prefix), self.layout_id, sealing)
 
     def of_token(self, token: bytes, prefix: str) -> str:
         """Return the storage name under ``key``, with this prefix, of the value whose key has this token."""

@@ -14,6 +14,8 @@
 So a value is accepted only if these very bytes were sealed under this very name, for this layout, at this length, by a
 process that had the key. Each bit of a value counts: the zeros behind the payload are compared. A value of another
 format, a plainly sealed one among them, is foreign and never accepted.
+
+``EncryptedSeal`` is how the mover of a store's values uses it.
 """
 
 import os
@@ -21,14 +23,19 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtiers.encryption.keys import NONCE_BYTES, SealingKey
+from kvtiers.api import OffloadKey
+from kvtiers.encryption.first_use_keys import FirstUseKeys
+from kvtiers.encryption.keyed_names import KeyedName, KeyedNames
+from kvtiers.encryption.keys import NONCE_BYTES, KeyRing, SealingKey
 from kvtiers.layout.cache_layout import SEAL_BYTES
-from kvtiers.layout.seal import SealVerdict
+from kvtiers.layout.seal import Seal, SealVerdict
+from kvtiers.layout.storage_name import StorageNames, ValueName
 
 __all__ = [
     "ENCRYPTED_SEAL_FORMAT",
     "ENCRYPTED_SEAL_FORMATS",
     "EncryptedSeal",
+    "SealFields",
     "decrypt_value",
     "encrypt_value",
     "read_encrypted_seal",
@@ -43,7 +50,7 @@ _TAG_AT = _HEADER.size + NONCE_BYTES
 assert _TAG_AT + 16 == SEAL_BYTES
 
 
-class EncryptedSeal(NamedTuple):
+class SealFields(NamedTuple):
     """What a seal states; nothing of it is certain before ``decrypt_value``. ``key_id``: 8 hex digits."""
 
     payload_bytes: int
@@ -106,11 +113,48 @@ def decrypt_value(value: memoryview, payload_bytes: int, name: str, layout_id: b
 _FIELDS = ((0, _HEADER.size), (_HEADER.size, _TAG_AT), (_TAG_AT, SEAL_BYTES))
 
 
-def read_encrypted_seal(value: memoryview) -> EncryptedSeal | None:
+def read_encrypted_seal(value: memoryview) -> SealFields | None:
     """Return what the seal at the end of ``value`` states, or None where there is no seal of this format."""
     if len(value) < SEAL_BYTES:
         return None
     magic, number, behind, length, layout, key_id = _HEADER.unpack_from(value, len(value) - SEAL_BYTES)
     if magic != _MAGIC or number != ENCRYPTED_SEAL_FORMAT or length != len(value) or not SEAL_BYTES <= behind <= length:
         return None
-    return EncryptedSeal(length - behind, layout, key_id.hex())
+    return SealFields(length - behind, layout, key_id.hex())
+
+
+class EncryptedSeal(Seal):
+    """The seal of encrypted values. ``epoch``: as of a ``PlainSeal``. ``ring``: the live keys.
+
+    ``first_use``: reads the keys of tenants that are not listed, where these have some.
+    """
+
+    # The row has the payload in clear, for the engine and for other tiers; what is read is decrypted before its tag is
+    # compared.
+    writes_beside = reads_beside = True
+
+    def __init__(self, epoch: str, ring: KeyRing, first_use: FirstUseKeys | None = None) -> None:
+        self._epoch = epoch
+        self._ring = ring
+        self._first_use = first_use
+
+    def names(self, names: StorageNames, keys: Sequence[OffloadKey]) -> Sequence[StorageNames]:
+        """Return the keyed names in this epoch, under the current keys and, while any is rotated, the previous ones."""
+        ring = self._ring if self._first_use is None else self._first_use.ring_of(keys)
+        return KeyedNames.of_ring(names.of_epoch(self._epoch), ring)
+
+    def seal(self, name: ValueName, payload: Sequence[memoryview], value: memoryview) -> None:
+        """Write the whole value, encrypted."""
+        assert isinstance(name, KeyedName), "it is of other names than this seal's"
+        encrypt_value(payload, value, name.text, name.layout_id, name.key)
+
+    def check(
+        self,
+        name: ValueName,
+        value: memoryview,
+        payload_bytes: int,
+        hashed: bytes | None = None,  # noqa: ARG002
+    ) -> SealVerdict:
+        """Decrypt the payload in its place. ``hashed`` is of no use: the tag is over what is stored."""
+        assert isinstance(name, KeyedName), "it is of other names than this seal's"
+        return decrypt_value(value, payload_bytes, name.text, name.layout_id, name.key)

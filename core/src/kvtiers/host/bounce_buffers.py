@@ -84,12 +84,10 @@ class BounceBufferViews(ValueViews):
         self._stage.joined |= {row}
 
     def parts(self, row: int, payload: int, nbytes: int) -> tuple[list[memoryview], memoryview]:
-        """Return core's own views of a value that is written: of its payload, and of the memory for the rest of it."""
+        """Return core's own views of a value that is written: of its payload, and of memory for the sealed value."""
         memory, at = self._beside(row, nbytes)
-        rest = memory[at + payload : at + nbytes]
-        if row in self._stage.joined:
-            return [memory[at : at + payload]], rest
-        return [region[offset : offset + length] for region, offset, length in self._payload(row, payload)], rest
+        parts = [(memory, at, payload)] if row in self._stage.joined else self._payload(row, payload)
+        return [region[offset : offset + length] for region, offset, length in parts], memory[at : at + nbytes]
 
     def places(self, row: int, payload: int, nbytes: int) -> list[Place]:
         """Return where a value lies that is written."""

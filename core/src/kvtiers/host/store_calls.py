@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtiers._failures import error_text, plugin_boundary, same_process
 from kvtiers.api import ChunkStore, NotKept, RateLimit, StoreContractError, SupportsBatch, SupportsPieces
@@ -33,7 +33,7 @@ from kvtiers.host.messages import Status, drop_oldest
 from kvtiers.host.one_by_one import OneByOne
 from kvtiers.layout.seal import PayloadHash
 
-__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls", "StoreLog", "plugin_place"]
+__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "Read", "StoreCalls", "StoreLog", "plugin_place"]
 
 _log = logging.getLogger("kvtiers.secondary")
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
@@ -49,8 +49,15 @@ _CORE = f"{Path(__file__).parents[1]}{os.sep}"
 _HUNG = "hung"  # in place of an exception's name
 
 
+class Read(NamedTuple):
+    """What a read has given: the value's length, 0 for none, and its payload's hash, if it was made on the way."""
+
+    nbytes: int
+    hashed: bytes | None = None
+
+
 class StoreCalls:
-    """Makes the calls of one store that move values, to be made as often as it takes. Used by many threads."""
+    """Makes the calls of one store that move values. Used by many threads."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
@@ -72,56 +79,42 @@ class StoreCalls:
         """Return whether values of this length are read by ``read_pieces``."""
         return self._pieces is not None and self._pieces.reads_in_pieces(nbytes)
 
-    def read(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> Callable[[], list[int]]:
-        """Return the call that reads each value into its views, and gives the lengths."""
+    def read(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[Read]:
+        """Read each value into its views."""
         rooms = [sum(map(len, dst)) for dst in dsts]
-        return lambda: lengths_each(self._store, self.read_method, rooms, self._batches.read_many_into(names, dsts))
+        lengths = lengths_each(self._store, self.read_method, rooms, self._batches.read_many_into(names, dsts))
+        return [Read(length) for length in lengths]
 
-    def read_pieces(
-        self, name: str, view: memoryview, payload_bytes: int, *, hashes: bool = True
-    ) -> Callable[[], list[bytes | None]]:
-        """Return the call that fills core's own view, and gives the payload's hash, or None: there is no such value.
-
-        ``hashes``: False: what is read is not hashed, and the hash is that of nothing.
-        """
+    def read_pieces(self, name: str, view: memoryview, payload_bytes: int, *, hashes: bool = True) -> list[Read]:
+        """Fill core's own view with a value. ``hashes``: False: its payload is not hashed."""
         store = self._pieces
         assert store is not None, "ask in_pieces first"
+        pieces = store.read_pieces(name, len(view))
+        if pieces is None:
+            return [Read(0)]
+        hashed, at = PayloadHash(name), 0
+        for piece in pieces:
+            with memoryview(piece) as source:
+                if at + len(source) > len(view):
+                    raise StoreContractError(store, "read_pieces", f"gave more than the {len(view)} bytes of a value")
+                for start in range(0, len(source), _STEP_BYTES):
+                    part = source[start : start + _STEP_BYTES]
+                    end = at + len(part)
+                    view[at:end] = part
+                    if hashes:  # of the row, so that what is judged is what is there
+                        hashed.update(view[at : min(end, payload_bytes)])
+                    at = end
+        if at < len(view):
+            raise StoreContractError(store, "read_pieces", f"gave {at} of the {len(view)} bytes of a value")
+        return [Read(at, hashed.digest() if hashes else None)]
 
-        def read() -> list[bytes | None]:
-            pieces = store.read_pieces(name, len(view))
-            if pieces is None:
-                return [None]
-            hashed, at = PayloadHash(name), 0
-            for piece in pieces:
-                with memoryview(piece) as source:
-                    if at + len(source) > len(view):
-                        raise StoreContractError(
-                            store, "read_pieces", f"gave more than the {len(view)} bytes of a value"
-                        )
-                    for start in range(0, len(source), _STEP_BYTES):
-                        part = source[start : start + _STEP_BYTES]
-                        end = at + len(part)
-                        view[at:end] = part
-                        if hashes:  # of the row, so that what is judged is what is there
-                            hashed.update(view[at : min(end, payload_bytes)])
-                        at = end
-            if at < len(view):
-                raise StoreContractError(store, "read_pieces", f"gave {at} of the {len(view)} bytes of a value")
-            return [hashed.digest()]
-
-        return read
-
-    def write(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> Callable[[], list[Status]]:
-        """Return the call that writes each value out of its views, and says of each whether it was kept."""
-
-        def write() -> list[Status]:
-            try:
-                answers = kept_each(self._store, names, self._batches.write_many(names, srcs))
-            except NotKept as error:  # here, so that no definition of a transient error can have it retried
-                return [self._status(error)] * len(names)
-            return [Status.DONE if answer is None else self._status(answer) for answer in answers]
-
-        return write
+    def write(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> list[Status]:
+        """Write each value out of its views, and say of each whether it was kept."""
+        try:
+            answers = kept_each(self._store, names, self._batches.write_many(names, srcs))
+        except NotKept as error:  # here, so that no definition of a transient error can have it retried
+            return [self._status(error)] * len(names)
+        return [Status.DONE if answer is None else self._status(answer) for answer in answers]
 
     def _status(self, error: NotKept) -> Status:
         reason = " ".join(str(error.reason).split())[:_LONGEST_REASON] or "it does not say why"

@@ -1,4 +1,6 @@
-"""The opening of a store: the keys, the plugin, the namespace's epoch, then a mover of its values.
+"""The opening of a store: the keys, the plugin, the namespace's epoch, the seal, then a mover of its values.
+
+Here is decided how values are stored: in clear or encrypted (``Seal``), and compressed or not (``CompressedStore``).
 
 All of it is tried again until it succeeds: keys may have been rotated since, and a store may come back as another one.
 Runs on one transfer thread of the store's pool.
@@ -12,17 +14,20 @@ from dataclasses import dataclass
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, ConfigError
 from kvtiers.encryption.config import EncryptionConfig
+from kvtiers.encryption.first_use_keys import FirstUseKeys
 from kvtiers.encryption.key_source import open_file_warnings, open_keys
 from kvtiers.encryption.keys import KeyRing
+from kvtiers.encryption.seal import EncryptedSeal
+from kvtiers.encryption.tenant_keys import TenantKeyReader
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.compressed_store import compressed_store
-from kvtiers.host.first_use_keys import FirstUseKeys
 from kvtiers.host.layout_record import LayoutRecord
 from kvtiers.host.quotas import TenantQuotas
-from kvtiers.host.tenant_keys import TenantKeyReader
+from kvtiers.host.store_calls import KnownNames
 from kvtiers.host.transfer import MoverOptions, ValueMover
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.namespace_epoch import read_epoch
+from kvtiers.layout.seal import PlainSeal, Seal
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["OpenStore", "StoreOpener", "close_store"]
@@ -69,7 +74,6 @@ class StoreOpener:
         self._claimed = claimed
         self._encryption = encryption
         self._tenant_keys: TenantKeyReader | None = None
-        self._first_use: FirstUseKeys | None = None
 
     def open(
         self, open_store: Callable[[], ChunkStore], names: StorageNames, options: MoverOptions
@@ -87,21 +91,22 @@ class StoreOpener:
             return None, problem
         with plugin_boundary(exits=True) as first_use:
             epoch = read_epoch(store, names.namespace)
-            self._read_tenant_keys(keys, names.namespace)
+            seal = self._seal(epoch, keys, names.namespace)
             self._record.compare(store, names, keys)
-            compressed = compressed_store(store, options.compression)
+            compressed, known = compressed_store(store, options.compression), KnownNames(options.exists_ttl)
+            quotas = None
+            if options.quotas:
+                quotas = TenantQuotas(store, options.quotas, names.namespace, known.forget, self._label)
             mover = ValueMover(
                 compressed,
                 self._views,
                 options,
                 self._stop,
-                epoch,
-                self._label,
-                self._claimed,
-                keys,
-                self._first_use,
-                names.namespace,
-                store,
+                seal,
+                label=self._label,
+                claimed=self._claimed,
+                known=known,
+                quotas=quotas,
             )
         if first_use.error:
             close_store(store, self._label)
@@ -127,16 +132,20 @@ class StoreOpener:
             _log.warning("%s: %s", self._label, line, extra={"once": True})
         return keys, ""
 
-    def _read_tenant_keys(self, keys: KeyRing | None, namespace: str) -> None:
-        """Read the keys of tenants that have their own; those that do not come at once are added later."""
+    def _seal(self, epoch: str, keys: KeyRing | None, namespace: str) -> Seal:
+        """Return how values are sealed, once the keys of tenants have been read, or are still to come."""
         encryption = self._encryption
+        if encryption is None or keys is None:
+            return PlainSeal(epoch)
+        if encryption.tenants:
+            self._read_tenant_keys(encryption, keys, namespace)
+        first_use = FirstUseKeys(encryption, namespace, keys, self._label) if encryption.others_have_own else None
+        return EncryptedSeal(epoch, keys, first_use)
+
+    def _read_tenant_keys(self, encryption: EncryptionConfig, keys: KeyRing, namespace: str) -> None:
+        """Read the keys of tenants that have their own; those that do not come at once are added later."""
         self.close()  # those of an opening that failed after it
-        if encryption is None or keys is None or not encryption.tenants:
-            return
-        reader = TenantKeyReader(encryption, namespace, keys, self._label, self._pauses)
-        self._tenant_keys = reader
-        if encryption.others_have_own:
-            self._first_use = FirstUseKeys(encryption, namespace, keys, self._label)
+        reader = self._tenant_keys = TenantKeyReader(encryption, namespace, keys, self._label, self._pauses)
         if self._stop.is_set():  # ``close`` may not have seen them
             self.close()
         reader.read()

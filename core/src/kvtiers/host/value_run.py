@@ -1,7 +1,8 @@
 """Runs of values: what one transfer thread moves between rows and a store at a time, and what has come of it."""
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvtiers.api import OffloadKey
 from kvtiers.host.messages import Status
@@ -30,11 +31,9 @@ class ValueRun:
     overwrites: bytes = b""
     """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
 
-    def only(self, places: Sequence[int]) -> "ValueRun":
-        """Return the run of the values at these places."""
-        rows = [self.rows[place] for place in places] if self.rows else []  # a removal has none
-        overwrites = bytes(self.overwrites[place] for place in places) if self.overwrites else b""
-        return replace(self, keys=[self.keys[place] for place in places], rows=rows, overwrites=overwrites)
+    def is_over(self) -> bool:
+        """Return whether nothing more of it is to be begun."""
+        return time.monotonic() >= self.give_up_at or not self.wanted()
 
 
 @dataclass(slots=True)
@@ -51,13 +50,3 @@ class Moved:
     def nothing(cls, count: int, error: str = "") -> "Moved":
         """Return the outcome of ``count`` values of which none was moved."""
         return cls(bytearray([Status.FAILED]) * count, error=error)
-
-    def widened(self, places: Sequence[int], count: int, others: Status) -> "Moved":
-        """Return this outcome of the values at these places (``ValueRun.only``) as that of all ``count`` values.
-
-        ``others``: the status of those that were left out.
-        """
-        statuses = bytearray([others]) * count
-        for place, status in zip(places, self.statuses, strict=True):
-            statuses[place] = status
-        return replace(self, statuses=statuses)

@@ -162,9 +162,9 @@ class ValueViews:
         """Have the bytes of ``own`` be the value that is written."""
 
     def parts(self, row: int, payload: int, nbytes: int) -> tuple[list[memoryview], memoryview]:
-        """Return core's own views of a value that is written: of its payload, and of the memory for the rest of it."""
+        """Return core's own views of a value that is written: of its payload, and of memory for the sealed value."""
         at = self._offset(row, nbytes)
-        return [self._region[at : at + payload]], self._region[at + payload : at + nbytes]
+        return [self._region[at : at + payload]], self._region[at : at + nbytes]
 
     def places(self, row: int, payload: int, nbytes: int) -> list[Place]:  # noqa: ARG002 -- as above
         """Return where a value lies that is written."""

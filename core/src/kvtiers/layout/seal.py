@@ -13,20 +13,28 @@
 
 No clock and no counter: sealing the same bytes under the same name twice writes the same value. The seal finds
 accidents; it is no protection against an attacker who can write to the store.
+
+Which seal the values of a store have is chosen when the store is opened (``Seal``): this one, or the encrypted one of
+``encryption/seal.py``.
 """
 
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
 import xxhash
 
+from kvtiers.api import OffloadKey
 from kvtiers.layout.cache_layout import SEAL_BYTES
+from kvtiers.layout.storage_name import StorageNames, ValueName
 
 __all__ = [
     "SEAL_FORMAT",
     "SEAL_FORMATS",
     "PayloadHash",
+    "PlainSeal",
+    "Seal",
     "SealVerdict",
     "check_parts",
     "check_value",
@@ -52,6 +60,38 @@ class SealVerdict(Enum):
     """Not damaged, but of another format, layout or length: not for us to judge or to delete."""
     CORRUPT = "corrupt"
     """The bytes are not those that were stored under this name."""
+
+
+class Seal(ABC):
+    """How the values of one store are named, sealed and checked. Used by several threads at once.
+
+    ``writes_beside``: values are sealed in bounce buffers, never in the row. ``reads_beside``: they are checked there,
+    since a check changes them; what is written from there is the whole value, payload included.
+    """
+
+    writes_beside: bool
+    reads_beside: bool
+
+    @abstractmethod
+    def names(self, names: StorageNames, keys: Sequence[OffloadKey]) -> Sequence[StorageNames]:
+        """Return the names of these keys' values in the store: first those that are written, then one that is read.
+
+        A key without a name in the first ones (``has_name``) is of a tenant whose own key cannot be read.
+        """
+
+    @abstractmethod
+    def seal(self, name: ValueName, payload: Sequence[memoryview], value: memoryview) -> None:
+        """Seal a payload, wherever its parts lie, for this name; ``value``: memory of the whole value's length.
+
+        Written is what follows the payload, and, with ``reads_beside``, the payload in its stored form, too.
+        """
+
+    @abstractmethod
+    def check(self, name: ValueName, value: memoryview, payload_bytes: int, hashed: bytes | None = None) -> SealVerdict:
+        """Return whether ``value`` is what was sealed for this name; its payload is the engine's then.
+
+        ``hashed``: the payload's ``PayloadHash``, if it is known.
+        """
 
 
 class PayloadHash:
@@ -115,6 +155,32 @@ def check_parts(
         return SealVerdict.CORRUPT
     found = _digest(payload, name) if hashed is None else hashed
     return SealVerdict.OK if found == digest else SealVerdict.CORRUPT
+
+
+class PlainSeal(Seal):
+    """The seal of values in clear. ``epoch``: the namespace's, in this store; it enters names and seals.
+
+    An epoch is one store's own. In the row its seal would collide with the one that another tier's host is writing
+    there, and one of the two would store the other's.
+    """
+
+    reads_beside = False
+
+    def __init__(self, epoch: str = "") -> None:
+        self._epoch = epoch
+        self.writes_beside = bool(epoch)
+
+    def names(self, names: StorageNames, keys: Sequence[OffloadKey]) -> Sequence[StorageNames]:  # noqa: ARG002
+        """Return the plain names in this epoch."""
+        return [names.of_epoch(self._epoch)]
+
+    def seal(self, name: ValueName, payload: Sequence[memoryview], value: memoryview) -> None:
+        """Write zeros and the seal behind the payload."""
+        seal_parts(payload, value[sum(map(len, payload)) :], name.text, name.layout_id)
+
+    def check(self, name: ValueName, value: memoryview, payload_bytes: int, hashed: bytes | None = None) -> SealVerdict:
+        """Compare the seal with the payload's hash."""
+        return check_value(value, payload_bytes, name.text, name.layout_id, hashed)
 
 
 def read_seal(value: memoryview) -> tuple[int, bytes] | None:

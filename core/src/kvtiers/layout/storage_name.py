@@ -16,7 +16,7 @@ Two keys never have one name: a short key stands in its name as it is, and a sea
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,7 +24,9 @@ from kvtiers.api import ConfigError, OffloadKey
 from kvtiers.api.keys import TENANT, tenant_of, without_tenant
 from kvtiers.layout.cache_layout import CacheLayout
 
-__all__ = ["KEYED", "ParsedName", "StorageNames", "check_namespace", "check_tenant", "model_slug", "parse_name"]
+__all__ = [
+    "KEYED", "ParsedName", "StorageNames", "ValueName", "check_namespace", "check_tenant", "model_slug", "parse_name",
+]  # fmt: skip
 
 NAME_FORMAT = 1
 KEYED_NAME_FORMAT = 2
@@ -76,6 +78,14 @@ def model_slug(name: str) -> str:
     """Return the model's name as a part of a storage name. Two may share one: their fingerprints differ."""
     slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip(".-")
     return re.sub(r"\.{2,}", ".", slug)[:_SLUG_LENGTH].strip(".-") or "model"
+
+
+@dataclass(slots=True)  # not frozen: that costs as much as the rest of making one, for each value
+class ValueName:
+    """What a value is sealed for: its storage name (``text``), and the layout id that stands in its seal."""
+
+    text: str
+    layout_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,10 @@ class StorageNames:
             prefix + key.hex() if _GROUP_BYTES < len(key) <= _LONGEST_KEY and not key[-_GROUP_BYTES] else self.name(key)
             for key in keys
         ]
+
+    def value_names(self, keys: Iterable[OffloadKey]) -> Sequence[ValueName]:
+        """Return what the values with these keys are sealed for, in order."""
+        return [ValueName(name, self.layout_id) for name in self.names(keys)]
 
     def of_tenant(self, tenant: str) -> str:
         """Return what the names of a tenant's values begin with, whatever the model."""

@@ -250,9 +250,9 @@ class Engine:
         return {"seconds": seconds}
 
     def trust_every_value(self) -> dict[str, Any]:
-        from kvtiers.host import transfer as mover
+        from kvtiers.layout.seal import PlainSeal, SealVerdict
 
-        mover.check_value = lambda *_: mover.SealVerdict.OK
+        PlainSeal.check = lambda *_: SealVerdict.OK
         return {"ok": True}
 
     def change_weights(self, version: str | None = None, reset: bool = True) -> dict[str, Any]:
