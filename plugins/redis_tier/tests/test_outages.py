@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from redis_scripted import Scripted
-from redis_servers import PATIENCE, wait_until
+from redis_servers import PATIENCE, Server, wait_until
 from redis_traffic import Cuts
 
 from kvtiers.api import TierUnavailable
@@ -45,6 +45,22 @@ def test_a_server_that_restarts_empty_costs_its_values_and_nothing_else(tier, st
     assert read(store, name) is None, "the idle connection is dead, and the call is not to notice"
     store.write(name, value(2))
     assert read(store, name) == bytes(value(2))
+
+
+def test_a_server_that_was_demoted_behind_its_name_is_left(tier, start, names, value, tmp_path):
+    """As managed services fail over: the name leads to the new master, and the old one lives on as its replica."""
+    old, new = (start(Server, "--unixsocket", str(tmp_path / name)) for name in ("old", "new"))
+    name = tmp_path / "name"
+    name.symlink_to(tmp_path / "old")
+    store = tier.open(f"unix://{name}")
+    store.write(names(1)[0], value(1))
+    old.call("REPLICAOF", "127.0.0.1", new.port)
+    name.unlink()
+    name.symlink_to(tmp_path / "new")
+    with pytest.raises(TierUnavailable, match="READONLY"):
+        store.write(names(2)[1], value(2))
+    store.write(names(2)[1], value(2))
+    assert new.call("DBSIZE") == 1
 
 
 def test_while_a_server_is_gone_calls_fail_at_once_and_then_work_again(tier, start, names, value, read):

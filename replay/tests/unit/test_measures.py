@@ -243,6 +243,23 @@ def test_a_tier_of_which_nothing_could_be_read_is_named_before_any_advice_and_fa
     assert results.unreadable_tiers == ["far"]
 
 
+@pytest.mark.parametrize(
+    ("own", "figures", "count"),
+    [({}, {"failed_stores": 289, "dropped_cascades": 11}, 300), ({"breaker_state": 1}, {"dropped_cascades": 500}, 500)],
+    ids=["its stores fail", "it does not open"],
+)
+def test_a_tier_that_takes_nothing_is_named_before_any_advice(own, figures, count) -> None:
+    results = of_a_tier(own, "READONLY You can't write against a read only replica.", **figures | BUDGET)
+    said = f"Of {count} chunks that far was to store, none was. Its last warning: READONLY You can't write against"
+    assert results.verdict[1].startswith(said)
+    assert ["budgets" in line for line in results.verdict[2:]] == [True] * (count == 500)
+
+
+def test_a_tier_that_takes_a_part_or_was_sent_nothing_for_a_budget_is_not_said_to_take_nothing() -> None:
+    for figures in ({"stored_chunks": 1, "failed_stores": 9}, {"dropped_cascades": 9}):
+        assert not any("none was" in line for line in of_a_tier({}, **figures).verdict)
+
+
 def test_a_tier_that_brings_a_part_is_named_with_the_part_and_is_no_failure() -> None:
     results = of_a_tier({"missing": 50}, failed_loads=50, loaded_chunks=150, **BUDGET)
     assert results.verdict[1] == "Of 200 chunks that far said it has, only 150 could be read: 50 were not there."

@@ -220,6 +220,8 @@ def budget_advice(figures: Mapping[str, Any], asked: float) -> str:
 
     ``figures``: of ``TierMetrics``, those that are missing count as 0. ``asked``: chunks that requests have asked for.
     """
+    if figures.get("failed_stores", 0) and not figures.get("stored_chunks", 0):
+        return ""  # it takes nothing: rows wait for stores that fail, and more of them would
     over = {name: figures.get(name, 0) for name in _ADVICE}
     most = max(over, key=lambda name: over[name])
     if over[most] <= _COSTS_HITS * asked:

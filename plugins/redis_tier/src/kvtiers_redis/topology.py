@@ -88,16 +88,17 @@ class _Single(Topology):
     def masters(self) -> Sequence[Server]:
         return [self._server]
 
+    def refresh(self) -> None:
+        """Close the old connections, which is all that a failover takes: new ones lead to the new master."""
+        self._server.drop_idle()
+
 
 class _Sentinels(_Single):
-    """redis-py asks the Sentinels at each new connection, so that closing the old ones is all that a failover takes."""
+    """The master: redis-py asks the Sentinels for it at each new connection."""
 
     def __init__(self, config: RedisConfig) -> None:
         self._sentinel, client = sentinel_of(config)
         super().__init__(Server(client, config, f"master {config.master!r}"))
-
-    def refresh(self) -> None:
-        self._server.drop_idle()
 
     def close(self) -> None:
         super().close()

@@ -77,8 +77,8 @@ def summarize(
     )
     results.verdict = _verdict(results)
     for tier, engines in _by_tier(measures).items():
-        if line := _did_not_come(tier, engines, results.last_troubles.get(tier, "")):
-            results.verdict.append(line)
+        trouble = results.last_troubles.get(tier, "")
+        results.verdict += filter(None, (_did_not_come(tier, engines, trouble), _did_not_go(tier, engines, trouble)))
         if _is_unreadable(engines):
             results.unreadable_tiers.append(tier)
     if advice := _primary_advice(workload, config, options, measures):
@@ -103,8 +103,8 @@ def _budget_advice(measures: Sequence[Measures]) -> list[str]:
     for tier, engines in _by_tier(measures).items():
         if _is_unreadable(engines):
             continue  # with more rows it would bring nothing either
-        over = {name: sum(figures[name] for figures in engines) for name in BUDGET_FIGURES}
-        if advice := budget_advice(over, asked):
+        figures = _total(engines, *BUDGET_FIGURES, "stored_chunks", "failed_stores")
+        if advice := budget_advice(figures, asked):
             lines.append(f"{tier}: {advice}.")
     return lines
 
@@ -298,10 +298,24 @@ def _is_unreadable(engines: Sequence[Mapping[str, Any]]) -> bool:
 
 def _did_not_come(tier: str, engines: Sequence[Mapping[str, Any]], trouble: str) -> str:
     """Return one line if a tier did not bring what it said it has, with the reasons; else ""."""
-    figures = {name: sum(each[name] for each in engines) for name in ("loaded_chunks", "failed_loads")}
+    figures = _total(engines, "loaded_chunks", "failed_loads")
     line = unread_chunks(tier, figures | {name: _own(engines, name) for name in ("seal_failures", "missing")})
     said = f" Its last warning: {trouble}" if trouble else ""
     return f"{line[0].upper()}{line[1:]}.{said}" if line else ""
+
+
+def _did_not_go(tier: str, engines: Sequence[Mapping[str, Any]], trouble: str) -> str:
+    """Return one line if a tier took nothing of what was to be stored, as it failed or was out of use; else ""."""
+    stored, failed, not_sent = _total(engines, "stored_chunks", "failed_stores", "dropped_cascades").values()
+    was_out = _own(engines, "breaker_opened") or _own(engines, "breaker_state")
+    if stored or not (failed or (not_sent and was_out)):
+        return ""
+    said = f" Its last warning: {trouble}" if trouble else ""
+    return f"Of {failed + not_sent:,} chunks that {tier} was to store, none was.{said}"
+
+
+def _total(engines: Sequence[Mapping[str, Any]], *names: str) -> dict[str, int]:
+    return {name: sum(each[name] for each in engines) for name in names}
 
 
 def _primary_advice(
