@@ -303,3 +303,16 @@ def test_tracing_without_the_extra_is_an_error(machine, monkeypatch):
     (finding,) = bad(examine(traced(), machine()))
     assert finding.level == "error"
     assert finding.fix == "pip install 'kvtiers[otel]', or remove 'tracing'"
+
+
+def test_a_recording_is_tried_before_the_first_request_has_ended(machine, tmp_path):
+    def examined(path: Path) -> list[Finding]:
+        data = {"version": 1, "primary": {"capacity": "1GiB"}, "record": {"path": str(path)}}
+        return [finding for finding in examine(load_config(data), machine()) if finding.text.startswith("record: ")]
+
+    assert [finding.level for finding in examined(tmp_path / "trace.jsonl")] == ["ok"]
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "none", tmp_path / "file"):
+        (finding,) = examined(folder / "trace.jsonl")
+        assert finding.level == "warning"
+        assert finding.text == f"record: {folder} is no folder; the engine runs, and nothing is recorded"

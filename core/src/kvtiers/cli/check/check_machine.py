@@ -3,11 +3,13 @@
 Each check yields findings: ok, a warning (it runs, but worse) or an error (it does not run), each with its fix.
 """
 
+import os
 import resource
 import socket
 import time
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvtiers.api import ConfigError, Finding, StartError
 from kvtiers.api.units import format_size
@@ -47,6 +49,7 @@ def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
         _clock,
         _eviction,
         _budgets,
+        _recording,
         _tracing,
     ]
     return [finding for check in checks for finding in check(config, machine)]
@@ -102,6 +105,21 @@ def _budgets(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # n
         f"budgets: {one} of the primary for each tier's transfers, {every} for all tiers together; prompts with more "
         "KV lose hits, and 'kvtiers plan', 'kvtiers replay' and 'kvtiers status' name the budget then",
     )
+
+
+def _recording(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- as the others
+    if config.record is None:
+        return
+    folder = Path(config.record.path).absolute().parent
+    if os.access(folder, os.W_OK | os.X_OK):
+        yield Finding("ok", f"record: a file can be made in {folder}")
+    else:
+        why = "cannot be written to by this user" if folder.is_dir() else "is no folder"
+        yield Finding(
+            "warning",
+            f"record: {folder} {why}; the engine runs, and nothing is recorded",
+            "make the folder for the engine's user, or mend 'record.path'",
+        )
 
 
 def _tracing(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
