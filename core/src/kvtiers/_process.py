@@ -98,8 +98,8 @@ def spawn(
 def spawn_bare(program: Path, arguments: Sequence[str], *, stdin: int) -> "subprocess.Popen[bytes]":
     """Start a program of the standard library alone, in a bare interpreter: 15 ms, without site packages.
 
-    It prints by an unbuffered pipe, its errors among the rest. It has to end by itself with its parent, at the
-    end of its standard input; in a process group of its own it does also if it was stopped (``host/__main__.py``).
+    It prints by an unbuffered pipe, its errors among the rest. It leads a process group, and has to end by
+    itself with its parent, at the end of its standard input; a ``lifeline`` ends it also if it was stopped.
     """
     import subprocess
 

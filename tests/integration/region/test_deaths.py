@@ -95,6 +95,22 @@ def test_a_prefault_program_that_is_stopped_ends_with_its_engine_too(machine, st
     wait_until_gone(prefault)
 
 
+def test_a_prefault_program_that_is_stopped_just_after_its_engines_end_ends_too(
+    machine, populate_with, wait_until_gone
+):
+    """Before it has armed its signal, and when its process group is orphaned already."""
+    manager = machine.party()
+    manager.do(
+        populate_with("while os.getppid() == int(sys.argv[1]):\n    real.time.sleep(0.01)\nos.kill(os.getpid(), 19)")
+    )
+    manager.do("cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 4000 * cache.row_stride)")
+    started = "None if region._server._prefault is None else region._server._prefault.pid"
+    while (prefault := manager.do(started)) is None:  # by the accept thread
+        pass
+    manager.kill()
+    wait_until_gone(prefault)
+
+
 def test_a_region_closed_during_prefault_ends_the_program(machine, stuck_populate, wait_until_gone):
     manager, _, prefault = start(machine, stuck_populate, "during pre-fault")
     manager.do("region.close()")

@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
-from kvtiers._process import end, hand_over, spawn_bare
+from kvtiers._process import end, hand_over, lifeline, spawn_bare
 from kvtiers.region import populate
 from kvtiers.region.limits import oom_kills
 
@@ -57,13 +58,15 @@ class Prefault:
             raise
         assert self._process.stdout is not None
         self._output = self._process.stdout
+        self._ends: list[socket.socket | IO[bytes]] = [self._input, self._output]
         os.set_blocking(self._output.fileno(), False)
         self._handing_over = threading.Lock()
         self._is_handed_over = False
         self._thread = threading.Thread(target=self._hand_over, name="kvtiers-prefault", daemon=True)
         try:
+            self._ends.append(lifeline(self._process))
             self._thread.start()
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             end(self._process, 0.0)
             self._close_pipes()
             self._close_memory()
@@ -156,8 +159,8 @@ class Prefault:
             self.remark = why or killed or self.remark or f"ended with status {code}"
 
     def _close_pipes(self) -> None:
-        self._output.close()
-        self._input.close()
+        for each in self._ends:
+            each.close()
 
     def detach(self) -> None:
         """Close our ends in a forked child, which has nothing to do with the program."""
