@@ -60,8 +60,3 @@ def test_a_closed_region_has_no_view(layout):
 def test_no_row_at_all_is_refused(layout, rows):
     with pytest.raises(StartError, match="no row"):
         AnonymousRegion.create(layout, **rows)
-
-
-def test_one_line_says_what_does_not_work_there(layout):
-    assert "io: thread" in AnonymousRegion.LIMITS
-    assert "\n" not in AnonymousRegion.LIMITS

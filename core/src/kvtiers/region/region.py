@@ -334,9 +334,10 @@ class SharedOffloadRegion(OffloadRegion):
 
 
 class AnonymousRegion(OffloadRegion):
-    """A region in this process's own memory: for tests, for ``kvtiers check``, and for systems without memfd."""
+    """A region in this process's own memory: for tests, for ``kvtiers check``, and for systems without memfd.
 
-    LIMITS = "anonymous region: workers and tier hosts in other processes cannot use it, so tiers need 'io: thread'"
+    Workers and tier hosts in other processes cannot use it, so tiers need ``io: thread``.
+    """
 
     @classmethod
     def create(
