@@ -40,7 +40,7 @@ def test_every_test_that_the_document_names_is_collected():
 def test_every_file_that_the_document_names_is_there(path):
     folder = (
         ROOT
-        if path.startswith(("tests/", "plugins/", "benchmarks/", "replay/", "integrations/"))
+        if path.startswith(("tests/", "plugins/", "libraries/", "benchmarks/", "replay/", "integrations/"))
         else ROOT / "core/src/kvtiers"
     )
     assert (folder / path).is_file()
