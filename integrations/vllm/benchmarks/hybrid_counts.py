@@ -94,8 +94,10 @@ def main() -> None:
     if options.json:
         print(json.dumps(found))
         return
+    missed = [goal["name"] for goal in found["goals"] if not goal["met"]]
     for goal in found["goals"]:
         print(f"{'met   ' if goal['met'] else 'MISSED'} {goal['name']}: {goal['value']:.4g} (goal {goal['goal']:.4g})")
+    print(f"missed goals: {'; '.join(missed) or 'none'}")
 
 
 if __name__ == "__main__":
