@@ -57,11 +57,6 @@ def test_a_config_in_a_document_is_valid(text, tmp_path, monkeypatch):
     assert load_config(file).secondary
 
 
-def test_the_readme_s_config_is_ten_lines_at_most():
-    (config,) = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert len(config.splitlines()) <= 10
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs(example, tmp_path):
     done = subprocess.run(

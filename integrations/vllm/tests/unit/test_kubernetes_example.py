@@ -12,12 +12,11 @@ from kvtiers_vllm.cli import transfer_config
 from kvtiers_vllm.own_tiering import build as opening
 from kvtiers_vllm.own_tiering.options import TierSettings
 
-from .test_deployment_examples import DRAIN_SECONDS, longest_end
+from .test_deployment_examples import longest_end
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "kubernetes"
 OWN_TIERING, WHOLE_STACK = "vllm.yaml", "vllm-whole-stack.yaml"
 GIB = 1 << 30
-DRAIN = {OWN_TIERING: TierSettings().drain, WHOLE_STACK: DRAIN_SECONDS}
 
 
 @pytest.fixture(scope="module", params=[OWN_TIERING, WHOLE_STACK])
@@ -74,15 +73,6 @@ def test_the_grace_period_holds_vllms_and_vllms_that_of_all_tiers(pod):
     assert pod["terminationGracePeriodSeconds"] > shutdown_timeout
     drained_and_closed = TierSettings().drain + opening._CLOSE_SECONDS + store_tier._CLOSE_SECONDS
     assert shutdown_timeout > drained_and_closed + placement._LOG_SECONDS
-
-
-def test_what_the_comments_say_of_numbers_is_what_the_code_and_the_file_have(example, tiers, pod):
-    text = (EXAMPLES / example).read_text()
-    drain = DRAIN[example]
-    assert f"at most {drain:.0f} s ('drain', the default)" in text
-    primary, of_vllm = map(int, re.search(r"primary \((\d+)Gi\) and what vLLM itself takes \((\d+)Gi", text).groups())
-    assert primary * GIB == tiers[0].primary.capacity
-    assert (primary + of_vllm) * GIB <= gib(pod["containers"][0]["resources"]["limits"]["memory"])
 
 
 def test_the_whole_stack_ends_in_time(example, pod):
