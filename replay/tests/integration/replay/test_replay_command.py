@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from kvtiers.cli.main import cli
 from kvtiers_replay.content import BlockContent
@@ -34,8 +34,9 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "replay", *map(str, arguments)]
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=500, check=False)
+def run(*arguments: object) -> Result:
+    """Run the command in this process: to start one takes longer than most of these replays."""
+    return CliRunner().invoke(cli, ["replay", *map(str, arguments)], prog_name="kvtiers")
 
 
 @pytest.fixture
@@ -45,8 +46,9 @@ def config_file(tmp_path) -> Path:
     return path
 
 
-def test_json_is_exactly_one_object_on_stdout(config_file, trace_file) -> None:
-    done = run("--config", config_file, "--trace", trace_file, "--requests", 60, *SMALL, "--json")
+def test_json_is_exactly_one_object_on_stdout_with_what_a_tier_counts_itself(config_file, trace_file) -> None:
+    arguments = command("--config", config_file, "--trace", trace_file, "--requests", 60, *SMALL, "--json")
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert {"references", "prefix_hits", "hits", "wrong_bytes", "bytes", "seconds"} <= set(figures)
@@ -54,11 +56,16 @@ def test_json_is_exactly_one_object_on_stdout(config_file, trace_file) -> None:
     assert 0 < figures["prefix_hits"] == sum(figures["hits"].values()) < figures["references"]
     assert set(figures["hits"]) == {"primary", "memory"}
     assert set(figures["bytes"]) == {"gpu -> primary", "primary -> gpu", "primary -> memory", "memory -> primary"}
+    (own,) = figures["own_figures"]["memory"]
+    stored = figures["bytes"]["primary -> memory"]
+    assert stored > 0
+    records = 2 * 4096  # a page each: of this fingerprint, and of the engine that has stored last
+    assert own["held_bytes"] == stored + records  # of the end, though it comes each second only
 
 
 def test_without_a_config_the_code_workload_runs_and_ends_with_a_table_and_a_verdict() -> None:
     done = run("--workload", "code", "--requests", 40, "--bytes-per-chunk", "4KiB")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("Replay of code: 40 requests in ")
     for text in ("an infinite cache's", "from primary", "from memory", "tokens not recomputed", "memory -> primary"):
         assert text in done.stdout
@@ -78,7 +85,7 @@ def test_a_trace_with_tenants_shows_that_they_share_nothing(tmp_path) -> None:
     waits = "lookup_wait: 30s\nload_wait: 30s\n"
     config.write_text(f"version: 1\nprimary: {{capacity: 4MiB}}\ntenants: {{}}\nsecondary: [{disk}]\n{waits}")
     done = run("--config", config, "--trace", trace, *SMALL, "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["tenants"] == {
         "blue": {"requests": 10, "references": 40, "hits": 20},
@@ -102,7 +109,7 @@ def test_a_models_config_gives_the_bytes_of_a_chunk(tmp_path, trace_file) -> Non
     model.write_text(json.dumps(LLAMA_32_1B), encoding="utf-8")
     options = ("--model", model, "--kv-dtype", "fp8", "--requests", 3, "--blocks-per-chunk", 2, "--json")
     done = run("--trace", trace_file, *options)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     figures = json.loads(done.stdout)
     per_token = 16 * 8 * (64 + 64) * 1
     assert figures["bytes"]["gpu -> primary"] > 0
@@ -140,20 +147,9 @@ def test_a_second_run_over_a_store_that_stays_says_that_it_was_warm(tmp_path, tr
     file.write_text(CONFIG.replace("type: memory, io: thread", f"type: fs, path: {tmp_path}/fs"), encoding="utf-8")
     arguments = ("--config", file, "--trace", trace_file, "--requests", 60, *SMALL)
     first, second = run(*arguments), run(*arguments)
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.exit_code == second.exit_code == 0, first.stderr + second.stderr
     assert "the store was warm" not in first.stdout
     assert re.search(r"an infinite cache's +- +the store was warm", second.stdout)
-
-
-def test_the_report_has_what_a_tier_counts_itself(config_file, trace_file) -> None:
-    done = run("--config", config_file, "--trace", trace_file, "--requests", 60, *SMALL, "--json")
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
-    (own,) = figures["own_figures"]["memory"]
-    stored = figures["bytes"]["primary -> memory"]
-    assert stored > 0
-    records = 2 * 4096  # a page each: of this fingerprint, and of the engine that has stored last
-    assert own["held_bytes"] == stored + records  # of the end, though it comes each second only
 
 
 def test_kvtiers_status_sees_a_running_replay(config_file, trace_file) -> None:
@@ -205,8 +201,7 @@ def test_the_engines_prefix_cache_appears_among_the_hits(config_file, trace_file
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line_and_exit_status_2(arguments, text) -> None:
-    # In this process: to start one takes longer than to refuse its arguments.
-    done = CliRunner().invoke(cli, ["replay", *arguments], prog_name="kvtiers")
+    done = run(*arguments)
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit)
     assert text in done.stderr
@@ -221,8 +216,7 @@ def test_wrong_bytes_are_exit_status_1_and_one_clear_line(config_file, trace_fil
         content._tensors[0][block_ids[-1], 7] ^= 1
 
     monkeypatch.setattr(BlockContent, "write", write_with_a_flipped_bit)
-    arguments = ["replay", "--config", config_file, "--trace", trace_file, "--requests", 60, *SMALL]
-    done = CliRunner().invoke(cli, [str(each) for each in arguments])
+    done = run("--config", config_file, "--trace", trace_file, "--requests", 60, *SMALL)
     assert done.exit_code == 1
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"WRONG: [\d,]+ bytes that came back are not those that were stored\.", last)
@@ -246,7 +240,7 @@ def test_a_malformed_trace_names_file_and_line(tmp_path, trace_file) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(trace_file.read_text(encoding="utf-8").splitlines()[0] + "\n{]\n", encoding="utf-8")
     done = run("--trace", bad)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert done.stderr.startswith(f"error: {bad}:2: this is no JSON")
     assert len(done.stderr.splitlines()) == 1
 
