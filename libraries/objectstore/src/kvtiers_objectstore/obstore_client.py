@@ -100,9 +100,10 @@ class ObstoreClient:
         exported = memoryview(src)
         try:
             obstore.put(self.store, key, exported, attributes=self._attributes, **how)
-        except AlreadyExistsError:
-            return False
         except (BaseError, FileNotFoundError) as error:
+            # Without the condition a conflict (409) is a refusal: of Azure, a blob that is archived or leased.
+            if isinstance(error, AlreadyExistsError) and how.get("mode") == "create":
+                return False
             raise self.failed(f"PUT {key}", error) from None
         finally:
             _release(exported)
