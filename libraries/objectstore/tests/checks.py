@@ -1,22 +1,21 @@
-"""``kvtiers check`` of a bucket: what the tests of the tiers by obstore alone share.
+"""``kvtiers check`` of a bucket: the tests that S3, Google Cloud Storage and Azure share.
 
-A subclass gives the fixtures ``config``, ``between`` and ``through``, as in ``stores``.
+A subclass gives its ``differences`` and the fixtures ``config``, ``between`` and ``through``, as in ``stores``.
 """
 
 import os
-import re
 import ssl
 
 import pytest
 import trustme
+from libraries.objectstore.tests.stores import OpenedStores
 
-from kvtiers.api import ConfigError, Finding, TierConfig, TierUnavailable
+from kvtiers.api import ConfigError, Finding, TierUnavailable
 from kvtiers.cli.check.check_tier import task_of, try_tiers
 from kvtiers.cli.check.trial_process import run_trial
-from kvtiers.config.options import options_of
 from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
 
-__all__ = ["CheckTests", "check", "check_here", "documented", "own_options", "refused", "the_error"]
+__all__ = ["CheckTests", "EnvironmentTests", "check", "check_here", "refused", "the_error"]
 
 
 def check(config, value_bytes=1 << 18):
@@ -54,13 +53,14 @@ def forget_proxies(monkeypatch):
         monkeypatch.delenv(name)
 
 
-class CheckTests:
-    """The tests."""
+class CheckTests(OpenedStores):
+    """What the service itself says, or the way to it."""
 
     def test_a_healthy_bucket_has_no_error_and_a_check_leaves_nothing(self, config, opened):
         found = check(config())
         assert [finding for finding in found if finding.level == "error"] == []
-        assert any("values by obstore" in finding.text for finding in found)
+        client = getattr(config(), "client", "obstore")
+        assert any(f"values by {client}" in finding.text for finding in found)
         assert any("is read in" in finding.text for finding in found)
         assert list(opened(config()).list("")) == []
 
@@ -89,11 +89,39 @@ class CheckTests:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         authority.issue_cert("127.0.0.1").configure_cert(tls)
         authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+        trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
         with Proxy(between.upstream, tls=tls) as proxy:
             said = the_error(config(**through(proxy)))
             assert "Certificate: the server's certificate is not trusted; give its authority's certificate" in said
+            assert "Certificate: " in the_error(config(**through(proxy), ca_file=tmp_path / "other.pem"))
             found = check_here(config(**through(proxy), ca_file=tmp_path / "ca.pem"))
         assert [finding for finding in found if finding.level == "error"] == []
+
+    @pytest.mark.parametrize("method", ["PUT", "LIST", "DELETE"])
+    def test_a_right_that_is_missing_is_named(self, config, between, through, method):
+        def is_meant(request):
+            if method == "LIST":
+                return request.method == "GET" and ("comp=list" in request.path or "list-type=" in request.path)
+            return request.method == method or (method == "DELETE" and request.method == "POST")
+
+        between.script = lambda request: Fault(refusal(403, "AccessDenied")) if is_meant(request) else None
+        errors = [finding.text for finding in check_here(config(**through(between))) if finding.level == "error"]
+        assert any(f"{method} " in text and "403 AccessDenied: not allowed; grant" in text for text in errors), errors
+
+    def test_a_missing_bucket(self, config):
+        bucket = self.differences.bucket
+        said = the_error(config(**{bucket: "there-is-none"}))
+        assert f"{bucket} 'there-is-none'" in said
+        assert f"404 {self.differences.no_bucket}: there is no such {bucket} here; check {bucket}" in said
+
+    def test_a_refusal_is_named_with_its_cure(self, config, between, through, cure):
+        answer = refusal(cure.status, cure.code, "Retry-After: 1\r\n", cure.message)
+        between.script = lambda _: Fault(answer)
+        assert cure.said in refused(self.differences.store_class, config(**through(between)))
+
+
+class EnvironmentTests:
+    """What the environment says of proxies and certificates. S3's tests look closer, at two clients."""
 
     @pytest.mark.parametrize(("status", "code"), [(403, "ProxyRefused"), (407, "ProxyCredentials"), (502, "")])
     def test_what_a_proxy_answers_is_named_as_the_proxys(self, config, monkeypatch, status, code):
@@ -123,33 +151,3 @@ class CheckTests:
         said = the_error(config())
         assert "no authorities' certificates are on this machine" in said
         assert "install the package ca-certificates, or name a file of them in SSL_CERT_FILE" in said
-
-    @pytest.mark.parametrize("method", ["PUT", "LIST", "DELETE"])
-    def test_a_right_that_is_missing_is_named(self, config, between, through, method):
-        def is_meant(request):
-            if method == "LIST":
-                return request.method == "GET" and ("comp=list" in request.path or "list-type=" in request.path)
-            return request.method == method or (method == "DELETE" and request.method == "POST")
-
-        between.script = lambda request: Fault(refusal(403, "AccessDenied")) if is_meant(request) else None
-        errors = [finding.text for finding in check_here(config(**through(between))) if finding.level == "error"]
-        assert any(f"{method} " in text and "403 AccessDenied: not allowed; grant" in text for text in errors), errors
-
-
-def documented(readme):
-    """Yield name, type and default of each option in the README's table."""
-    table = readme.read_text(encoding="utf-8").partition("## Options")[2].partition("\n\n|")[2].partition("\n\n")[0]
-    for line in table.splitlines()[2:]:
-        names, kind, default, meaning = (cell.strip() for cell in line.strip("|").split("|"))
-        assert meaning
-        names, defaults = re.findall(r"`(.+?)`", names), re.findall(r"`(.+?)`", default) or [default]
-        for name, text in zip(names, defaults * (len(names) // len(defaults)), strict=True):
-            yield name, "boolean" if kind == "true or false" else kind.replace("`", "").replace(", ", " | "), text
-
-
-def own_options(config_class):
-    """Return name, type and default of each option that not every tier has."""
-    common = options_of(TierConfig)
-    own = [option for option in options_of(config_class) if option not in common]
-    assert all(option.description for option in own)
-    return {(o.name, o.type, "required" if o.required else "" if o.default == "none" else o.default) for o in own}

@@ -1,7 +1,7 @@
-"""``kvtiers store`` on a bucket: the tests that the tiers by obstore alone share.
+"""``kvtiers`` on a bucket, as people run it: the tests that S3, Google Cloud Storage and Azure share.
 
-A subclass gives ``store_class`` and the fixtures ``config``, which makes the options of a tier, ``tier``, which makes
-the same options as they stand in a file, and ``objects``, which writes (``put``) an object as another program does.
+A subclass gives its ``differences`` and the fixtures ``config``, which makes the options of a tier, ``in_file``, which
+makes the same options as they stand in a file, and ``objects``, which writes (``put``) an object as another program.
 """
 
 import json
@@ -9,15 +9,16 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
+from libraries.objectstore.tests.differences import Suite
+from tests.tenant_scenes import TenantTests
 
+from kvtiers.api import Secret
 from kvtiers.layout.seal import seal_value
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers_objectstore.store import ObjectStore
 
-__all__ = ["CommandTests", "run", "write_file"]
+__all__ = ["BucketTenantTests", "CommandTests", "run"]
 
 BIN = Path(sys.executable).parent
 MODEL = "llama-" + "5f" * 12
@@ -46,16 +47,14 @@ def name_of(number):
     return NAMES.name(number.to_bytes(8, "big") + bytes(4))
 
 
-class CommandTests:
-    """The tests."""
-
-    store_class: ClassVar[type[ObjectStore]]
+class CommandTests(Suite):
+    """``kvtiers store`` and ``kvtiers check``."""
 
     @pytest.fixture
     def filled(self, config):
         """The options of a tier with some values."""
         options = config()
-        store = self.store_class(options)
+        store = self.differences.store_class(options)
 
         def put(number):
             value = memoryview(bytearray(PAGE))
@@ -67,9 +66,9 @@ class CommandTests:
         store.close()
         return options
 
-    def test_a_store_is_listed_counted_verified_pruned_and_bumped(self, filled, tier, objects, tmp_path):
+    def test_a_store_is_listed_counted_verified_pruned_and_bumped(self, filled, in_file, objects, tmp_path):
         file = tmp_path / "tiers.yaml"
-        write_file(file, tier(filled))
+        write_file(file, in_file(filled))
 
         def on(name, *more, status=0):
             said = run("kvtiers", "store", name, filled.type, "--config", file, "--json", *more, status=status).stdout
@@ -85,3 +84,29 @@ class CommandTests:
         assert on("prune", "--older-than", "1d")["total"]["values"] == 0
         run("kvtiers", "store", "bump", "--config", file)
         assert on("du")["total"]["values"] == 0
+
+    def test_a_check_of_a_file_says_what_is_wrong_and_hides_secrets(self, config, in_file, tmp_path):
+        options, said = self.differences.wrong
+        write_file(tmp_path / "tiers.yaml", {**in_file(config()), **options})
+        printed = run("kvtiers", "check", tmp_path / "tiers.yaml", status=1).stdout
+        assert said in " ".join(printed.split())
+        for name, text in options.items():
+            assert text not in printed or not isinstance(getattr(config(**options), name), Secret)
+
+
+class BucketTenantTests(Suite, TenantTests):
+    """Quotas, ``store du`` and ``store prune``."""
+
+    @pytest.fixture
+    def options(self, config):
+        return config()
+
+    @pytest.fixture
+    def tier(self, options, in_file):
+        return in_file(options)
+
+    @pytest.fixture
+    def bytes_of(self, options):
+        store = self.differences.store_class(options)
+        yield lambda tenant: sum(entry.nbytes for entry in store.list("") if f"/t-{tenant}/" in entry.name)
+        store.close()

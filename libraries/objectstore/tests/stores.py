@@ -1,9 +1,9 @@
-"""The store over a bucket: the tests that the tiers by obstore alone share.
+"""The store over a bucket: the tests that S3, Google Cloud Storage and Azure share.
 
-A subclass gives ``store_class``, ``part`` (bytes of a part, the least that the service takes), and the fixtures
-``config``, which makes the options of a tier, under one prefix; ``between``, a proxy before the server, with
-``config(**through(between))`` for the options of a tier behind it; and ``objects``, which writes (``put``) and reads
-(``get``) an object as another program does.
+A subclass gives its ``differences`` and the fixtures ``config``, which makes the options of a tier, under one prefix;
+``between``, a proxy before the server, with ``config(**through(between))`` for the options of a tier behind it;
+``objects``, which writes (``put``) and reads (``get``) an object as another program does; and ``doomed``: the name of a
+bucket, and a function that deletes it.
 """
 
 import contextlib
@@ -12,18 +12,21 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from libraries.objectstore.tests.differences import Suite
 
+from kvtiers.api import TierUnavailable
 from kvtiers.testing.guarded import GuardedMemory
 from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError
 from kvtiers_objectstore.store import ObjectStore
 from kvtiers_objectstore.testing.proxy import Fault, refusal
 
-__all__ = ["PAGE", "StoreTests", "read", "value"]
+__all__ = ["PAGE", "BucketTests", "OpenedStores", "RestartTests", "StoreTests", "read", "value"]
 
 PAGE = 4096
+LIST_PAGE = 1000  # names in an answer; Azure's has 5,000
 
 
 def value(byte: int, nbytes: int = PAGE) -> memoryview:
@@ -44,30 +47,36 @@ def in_parts(request: Any) -> bool:
     return request.method == "PUT" and ("partNumber=" in request.path or "comp=block&" in request.path)
 
 
-class StoreTests:
-    """The tests."""
-
-    store_class: ClassVar[type[ObjectStore]]
-    part: ClassVar[int]
-    deletes_many: ClassVar[bool]
+class OpenedStores(Suite):
+    """Stores that are closed at a test's end."""
 
     @pytest.fixture
     def opened(self):
+        """Return a function that opens a store."""
         stores = []
 
         def open_store(config, **more):
-            stores.append(self.store_class(config, **more))
+            stores.append(self.differences.store_class(config, **more))
             return stores[-1]
 
         yield open_store
         for store in stores:
             store.close()
 
+
+class StoreTests(OpenedStores):
+    """Values: what moves them."""
+
+    @property
+    def part(self) -> int:
+        """Bytes of a part."""
+        return self.differences.part
+
     # -- what comes of a value, small or large
 
-    @pytest.mark.parametrize("change", [1, PAGE])
-    def test_a_longer_object_leaves_the_row_as_it_was(self, opened, config, objects, change):
-        store, nbytes = opened(config()), 16 * PAGE
+    @pytest.mark.parametrize(("pages", "change"), [(16, 1), (16, PAGE), (256, 1 << 20)])
+    def test_a_longer_object_leaves_the_row_as_it_was(self, opened, config, objects, pages, change):
+        store, nbytes = opened(config()), pages * PAGE
         objects.put(f"{config().prefix}/a/b", bytes(nbytes + change))
         row = bytearray(b"\xdb") * nbytes
         assert not store.read_into("a/b", memoryview(row))
@@ -98,9 +107,9 @@ class StoreTests:
         figures = store.stats()
         assert (figures["put_requests"], figures["written_bytes"]) == (3, len(source))
 
-    @pytest.mark.parametrize("change", [-PAGE, PAGE])
-    def test_a_large_object_of_another_size_is_a_miss_or_has_its_length(self, opened, config, change):
-        store = opened(config(part_size=self.part))
+    @pytest.mark.parametrize(("parts", "pages"), [(0, -1), (0, 1), (-1, 0), (1, 0)])
+    def test_a_large_object_of_another_size_is_a_miss_or_has_its_length(self, opened, config, parts, pages):
+        store, change = opened(config(part_size=self.part)), parts * self.part + pages * PAGE
         source = value(3, 2 * self.part + PAGE)
         store.write("a/b", source)
         poison = b"\xdb" * (len(source) + change)
@@ -165,9 +174,14 @@ class StoreTests:
         assert store.exists(["a/b"]) == [False]
         assert list(store.list("")) == []
 
-    def test_a_value_that_is_refused_before_it_is_sent_is_released(self, opened, config, between, through):
-        store = opened(config(**through(between)))
-        fault = Fault(refusal(503, "SlowDown"), early=True, first_byte=0.1)
+    @pytest.mark.parametrize(
+        ("status", "code"), [(503, "SlowDown"), (412, "PreconditionFailed"), (403, "AccessDenied")]
+    )
+    def test_a_value_that_is_refused_before_it_is_sent_is_released(
+        self, opened, config, between, through, status, code
+    ):
+        store = opened(config(**through(between), conditional_put=True))
+        fault = Fault(refusal(status, code), early=True, first_byte=0.1)
         between.script = lambda request: fault if request.method == "PUT" else None
         row = GuardedMemory().row(bytes(8 << 20))
         for _ in range(3):
@@ -186,65 +200,6 @@ class StoreTests:
         assert read(store, "a/b", nbytes) == bytes([1]) * nbytes
         store.write("a/b", value(3, nbytes + PAGE))
         assert read(store, "a/b", nbytes + PAGE) == bytes([3]) * (nbytes + PAGE)
-
-    def test_a_read_only_store_writes_nothing(self, opened, config):
-        store = opened(config(), read_only=True)
-        with pytest.raises(PermissionError, match="read-only"):
-            store.write("a/b", value(1))
-        with pytest.raises(PermissionError, match="read-only"):
-            store.delete(["a/b"])
-        assert store.exists(["a/b"]) == [False]
-
-    # -- many values
-
-    def test_hundreds_of_values_are_listed_and_deleted(self, opened, config, between, through):
-        store = opened(config(**through(between)))
-        names = [f"model/{number:04}" for number in range(300)]
-        writer = opened(config())
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda name: writer.write(name, value(1)), names))
-        between.log.clear()
-        entries = {entry.name: entry for entry in store.list("model/")}
-        assert sorted(entries) == names
-        assert {entry.nbytes for entry in entries.values()} == {PAGE}
-        now = datetime.now(UTC).timestamp()
-        assert all(abs(now - entry.modified) < 600 for entry in entries.values())
-        assert len(between.log) == 1
-        between.log.clear()
-        store.delete(names[:-2])
-        if self.deletes_many:
-            assert between.methods() == ["POST", "POST"]
-        else:
-            assert between.methods().count("DELETE") == len(names) - 2
-        store.delete([*names[-2:], "model/absent"])
-        assert list(store.list("")) == []
-
-    def test_a_listing_is_of_names_that_start_so_and_not_of_folders(self, opened, config):
-        store = opened(config())
-        for name in ("model-1/a", "model-12/a", "other/a"):
-            store.write(name, value(1))
-        assert sorted(entry.name for entry in store.list("model-1")) == ["model-1/a", "model-12/a"]
-        assert sorted(entry.name for entry in store.list("model-1/")) == ["model-1/a"]
-
-    def test_another_tiers_prefix_is_another_world(self, opened, config):
-        one, other = opened(config(prefix="one/x")), opened(config(prefix="one/y"))
-        one.write("a", value(1))
-        assert other.exists(["a"]) == [False]
-        assert [entry.name for entry in one.list("")] == ["a"]
-        assert list(other.list("")) == []
-        one.delete(["a"])
-
-    def test_a_delete_that_is_refused_is_a_failure(self, opened, config, between, through):
-        store = opened(config(**through(between)))
-        store.write("a", value(1))
-        between.script = lambda request: (
-            Fault(refusal(403, "AccessDenied")) if request.method in {"DELETE", "POST"} else None
-        )
-        for names in (["a"], ["a", "b"]):
-            with pytest.raises(ObjectStoreError, match=r"DELETE .*403 AccessDenied"):
-                store.delete(names)
-        between.script = lambda _request: None
-        assert store.exists(["a"]) == [True]
 
     # -- figures
 
@@ -285,3 +240,101 @@ class StoreTests:
         with pytest.raises(ObjectStoreBusyError, match="Timeout"):
             read(store, "a/b")
         assert time.monotonic() - begin < 5.4  # that is before the third piece
+
+
+class BucketTests(OpenedStores):
+    """The rest of what is done with a bucket: objects of others, lists, deletes."""
+
+    def test_a_read_only_store_writes_nothing(self, opened, config):
+        store = opened(config(), read_only=True)
+        with pytest.raises(PermissionError, match="read-only"):
+            store.write("a/b", value(1))
+        with pytest.raises(PermissionError, match="read-only"):
+            store.delete(["a/b"])
+        assert store.exists(["a/b"]) == [False]
+
+    def test_many_values_are_listed_and_deleted_in_pages(self, opened, config, between, through):
+        store = opened(config(**through(between)))
+        names = [f"model/{number:04}" for number in range(self.differences.values)]
+        writer = opened(config())
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: writer.write(name, value(1)), names))
+        between.log.clear()
+        entries = {entry.name: entry for entry in store.list("model/")}
+        assert sorted(entries) == names
+        assert {entry.nbytes for entry in entries.values()} == {PAGE}
+        now = datetime.now(UTC).timestamp()
+        assert all(abs(now - entry.modified) < 600 for entry in entries.values())
+        assert len(between.log) == -(-len(names) // LIST_PAGE)
+        between.log.clear()
+        store.delete(names[:-2])
+        batch = self.differences.delete_batch
+        assert between.methods() == ["POST" if batch > 1 else "DELETE"] * -(-(len(names) - 2) // batch)
+        store.delete([*names[-2:], "model/absent"])
+        assert list(store.list("")) == []
+
+    def test_a_listing_is_of_names_that_start_so_and_not_of_folders(self, opened, config):
+        store = opened(config())
+        for name in ("model-1/a", "model-12/a", "other/a"):
+            store.write(name, value(1))
+        assert sorted(entry.name for entry in store.list("model-1")) == ["model-1/a", "model-12/a"]
+        assert sorted(entry.name for entry in store.list("model-1/")) == ["model-1/a"]
+
+    def test_another_tiers_prefix_is_another_world(self, opened, config):
+        one, other = opened(config(prefix="one/x")), opened(config(prefix="one/y"))
+        one.write("a", value(1))
+        assert other.exists(["a"]) == [False]
+        assert [entry.name for entry in one.list("")] == ["a"]
+        assert list(other.list("")) == []
+        one.delete(["a"])
+
+    def test_a_delete_that_is_refused_is_a_failure(self, opened, config, between, through):
+        store = opened(config(**through(between)))
+        store.write("a", value(1))
+        between.script = lambda request: (
+            Fault(refusal(403, "AccessDenied")) if request.method in {"DELETE", "POST"} else None
+        )
+        for names in (["a"], ["a", "b"]):
+            with pytest.raises(ObjectStoreError, match=r"DELETE .*403 AccessDenied"):
+                store.delete(names)
+        between.script = lambda _request: None
+        assert store.exists(["a"]) == [True]
+
+    def test_a_bucket_that_is_gone_is_a_failure_and_not_a_miss(self, opened, config, doomed):
+        name, delete = doomed
+        store = opened(config(**{self.differences.bucket: name}))
+        store.write("a", value(1))
+        delete()
+        said = f"404 {self.differences.no_bucket}: there is no such {self.differences.bucket} here"
+        for work in (
+            lambda: read(store, "a"),
+            lambda: store.write("b", value(1)),
+            lambda: store.delete(["a"]),
+            lambda: list(store.list("")),
+        ):
+            with pytest.raises(ObjectStoreError, match=said):
+                work()
+
+    def test_another_program_sees_what_is_written_and_its_writes_are_seen(self, opened, config, objects):
+        options = config()
+        store = opened(options)
+        store.write("a", value(3))
+        assert objects.get(f"{options.prefix}/a") == bytes([3]) * PAGE
+        objects.put(f"{options.prefix}/b", bytes([4]) * PAGE)
+        assert read(store, "b") == bytes([4]) * PAGE
+
+
+class RestartTests(OpenedStores):
+    """A server that keeps what it has: fixture ``keeping``, the server and the options of a tier on it."""
+
+    def test_a_server_that_is_killed_and_comes_back_has_what_it_had(self, opened, keeping):
+        server, config = keeping
+        store = opened(config)
+        store.write("a", value(7))
+        server.stop()
+        with pytest.raises(ObjectStoreBusyError, match=r"NoConnection|CutOff"):
+            read(store, "a")
+        with pytest.raises(TierUnavailable, match="NoConnection: no server answers there; check endpoint"):
+            opened(config)
+        server.start()
+        assert read(store, "a") == bytes([7]) * PAGE

@@ -13,21 +13,10 @@ from kvtiers_objectstore.testing.answering import Answering
 from kvtiers_objectstore.testing.proxy import Proxy
 
 HERE = Path(__file__).parent
-SHARED = HERE.parents[2] / "libraries" / "objectstore" / "tests"
-
-
-def _load(name, file):
-    """Import a file as a module of this name, so that tests can import it by that name."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-servers = _load("azure_servers", HERE / "servers.py")
-if SHARED.is_dir():  # not beside an installed plugin, where the tests of the plugin alone are run
-    for name in ("service", "faults", "stores", "commands", "checks"):
-        _load(f"objectstore_{name}", SHARED / f"{name}.py")
+# Tests of the plugin alone are run where there is no repository around them.
+spec = importlib.util.spec_from_file_location("azure_servers", HERE / "servers.py")
+servers = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(servers)
 
 
 def configs(endpoint, container):
@@ -79,6 +68,24 @@ def objects(azurite, container):
 
 
 @pytest.fixture
+def in_file():
+    """Return a function that gives the options of a tier as they stand in a file."""
+
+    def make(config):
+        where = {"endpoint": config.endpoint, "container": config.container, "prefix": config.prefix}
+        return {"type": "azure", "account": servers.ACCOUNT, "account_key": servers.ACCOUNT_KEY, **where}
+
+    return make
+
+
+@pytest.fixture
+def doomed(azurite):
+    """A container's name, and a function that deletes it."""
+    name = servers.new_container(azurite.endpoint)
+    return name, lambda: servers.delete_container(azurite.endpoint, name)
+
+
+@pytest.fixture
 def between(azurite):
     with Proxy(azurite.port) as proxy:
         yield proxy
@@ -93,7 +100,7 @@ def through():
 @pytest.fixture(scope="module")
 def proxied(azurite, container):
     """A tier whose server lies behind a proxy, and the proxy."""
-    from objectstore_service import behind_proxy
+    from libraries.objectstore.tests.service import behind_proxy
 
     def config_of(proxy, **options):
         return configs(f"{proxy.endpoint}/{servers.ACCOUNT}", container)(**options)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import trustme
-from azure_servers import ACCOUNT_KEY, Azurite, account_sas, delete_container, new_container, put_blob
-from objectstore_stores import StoreTests, read, value
+from azure_servers import ACCOUNT, ACCOUNT_KEY, Azurite, account_sas, new_container
+from libraries.objectstore.tests.stores import BucketTests, RestartTests, StoreTests, read, value
+from plugins.azure_tier.tests.differences import AZURE
 
-from kvtiers.api import ConfigError, TierUnavailable
+from kvtiers.api import ConfigError
 from kvtiers_azure.config import AzureConfig
 from kvtiers_azure.store import AzureStore
 from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError
@@ -21,9 +22,7 @@ from kvtiers_objectstore.testing.proxy import Fault, Proxy
 
 
 class TestAzureStore(StoreTests):
-    store_class = AzureStore
-    part = 1 << 20
-    deletes_many = True
+    differences = AZURE
 
     def test_blobs_get_the_access_tier_that_is_wanted(self, opened, config, between, through):
         store = opened(config(**through(between), access_tier="Cool", part_size=self.part))
@@ -32,39 +31,11 @@ class TestAzureStore(StoreTests):
         tiers = [request.headers.get("x-ms-access-tier") for request in between.log if request.method == "PUT"]
         assert tiers == ["Cool", None, None, "Cool"]  # of parts, the list that ends them has it
 
-    def test_a_container_that_is_gone_is_a_failure_and_not_a_miss(self, opened, azurite, config):
-        container = new_container(azurite.endpoint)
-        store = opened(config(container=container))
-        store.write("a", value(1))
-        delete_container(azurite.endpoint, container)
-        for work in (
-            lambda: read(store, "a"),
-            lambda: store.write("b", value(1)),
-            lambda: store.delete(["a"]),
-            lambda: list(store.list("")),
-        ):
-            with pytest.raises(ObjectStoreError, match="404 ContainerNotFound: there is no such container here"):
-                work()
-
-    def test_a_server_that_is_killed_and_comes_back_has_what_it_had(self, opened):
-        with Azurite(keeps=True) as server:
-            where = {"account": "devstoreaccount1", "endpoint": server.endpoint, "account_key": ACCOUNT_KEY}
-            config = AzureConfig(type="azure", container=new_container(server.endpoint), **where)
-            store = opened(config)
-            store.write("a", value(7))
-            server.stop()
-            with pytest.raises(ObjectStoreBusyError, match=r"NoConnection|CutOff"):
-                read(store, "a")
-            with pytest.raises(TierUnavailable, match="NoConnection: no server answers there; check endpoint"):
-                AzureStore(config)
-            server.start()
-            assert read(store, "a") == bytes([7]) * 4096
-
     def test_a_connection_that_the_server_is_about_to_close_is_not_used(self, opened):
         # Azurite closes a connection that was idle for 6 s. Stopped meanwhile, it does so when it goes on, before it
         # looks at what has come in: a request on that connection is cut off, as the control shows.
         with Azurite() as server, contextlib.closing(HTTPConnection("127.0.0.1", server.port)) as control:
-            where = {"account": "devstoreaccount1", "endpoint": server.endpoint, "account_key": ACCOUNT_KEY}
+            where = {"account": ACCOUNT, "endpoint": server.endpoint, "account_key": ACCOUNT_KEY}
             store = opened(AzureConfig(type="azure", container=new_container(server.endpoint), **where))
             store.write("a", value(1))
             control.request("GET", "/")
@@ -86,6 +57,20 @@ class TestAzureStore(StoreTests):
             with pytest.raises(ConnectionError):  # else the server has not closed what was idle
                 control.getresponse()
             assert read(store, "a") == bytes([2]) * 4096
+
+
+class TestAzureBucket(BucketTests):
+    differences = AZURE
+
+
+class TestAzureRestart(RestartTests):
+    differences = AZURE
+
+    @pytest.fixture
+    def keeping(self):
+        with Azurite(keeps=True) as server:
+            where = {"account": ACCOUNT, "endpoint": server.endpoint, "account_key": ACCOUNT_KEY}
+            yield server, AzureConfig(type="azure", container=new_container(server.endpoint), **where)
 
 
 def unread(port: int) -> list[str]:
@@ -149,7 +134,7 @@ def test_a_connection_string_says_account_key_and_endpoint(azurite, container):
     text += f"BlobEndpoint={azurite.endpoint};"
     assert works(AzureConfig(type="azure", container=container, connection_string=text))
     text = f"BlobEndpoint={azurite.endpoint}/;SharedAccessSignature={account_sas()}"
-    assert works(AzureConfig(type="azure", container=container, account="devstoreaccount1", connection_string=text))
+    assert works(AzureConfig(type="azure", container=container, account=ACCOUNT, connection_string=text))
 
 
 def test_the_emulator_needs_no_credentials(azurite, container):
@@ -185,13 +170,3 @@ def test_a_key_in_a_file_is_read_again(config, tmp_path):
 def test_a_connection_string_that_cannot_be_used_is_one_clear_line(container, text, said):
     with pytest.raises(ConfigError, match=said):
         AzureStore(AzureConfig(type="azure", container=container, connection_string=text))
-
-
-def test_another_program_sees_what_is_written_and_its_writes_are_seen(azurite, container, config, objects):
-    options = config()
-    store = AzureStore(options)
-    store.write("a", value(3))
-    assert objects.get(f"{options.prefix}/a") == bytes([3]) * 4096
-    put_blob(azurite.endpoint, container, f"{options.prefix}/b", bytes([4]) * 4096)
-    assert read(store, "b") == bytes([4]) * 4096
-    store.close()

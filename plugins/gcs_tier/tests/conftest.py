@@ -12,21 +12,10 @@ from kvtiers_objectstore.testing.answering import Answering
 from kvtiers_objectstore.testing.proxy import Proxy
 
 HERE = Path(__file__).parent
-SHARED = HERE.parents[2] / "libraries" / "objectstore" / "tests"
-
-
-def _load(name, file):
-    """Import a file as a module of this name, so that tests can import it by that name."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-servers = _load("gcs_servers", HERE / "servers.py")
-if SHARED.is_dir():  # not beside an installed plugin, where the tests of the plugin alone are run
-    for name in ("service", "faults", "stores", "commands", "checks"):
-        _load(f"objectstore_{name}", SHARED / f"{name}.py")
+# Tests of the plugin alone are run where there is no repository around them.
+spec = importlib.util.spec_from_file_location("gcs_servers", HERE / "servers.py")
+servers = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(servers)
 
 
 def configs(endpoint, bucket):
@@ -78,6 +67,24 @@ def objects(fake_gcs, bucket):
 
 
 @pytest.fixture
+def in_file():
+    """Return a function that gives the options of a tier as they stand in a file."""
+
+    def make(config):
+        where = {"endpoint": config.endpoint, "bucket": config.bucket, "prefix": config.prefix}
+        return {"type": "gcs", "anonymous": True, **where}
+
+    return make
+
+
+@pytest.fixture
+def doomed(fake_gcs):
+    """A bucket's name, and a function that deletes it."""
+    name = servers.new_bucket(fake_gcs.endpoint)
+    return name, lambda: servers.delete_bucket(fake_gcs.endpoint, name)
+
+
+@pytest.fixture
 def between(fake_gcs):
     with Proxy(fake_gcs.port) as proxy:
         yield proxy
@@ -92,7 +99,7 @@ def through():
 @pytest.fixture(scope="module")
 def proxied(fake_gcs, bucket):
     """A tier whose server lies behind a proxy, and the proxy."""
-    from objectstore_service import behind_proxy
+    from libraries.objectstore.tests.service import behind_proxy
 
     def config_of(proxy, **options):
         return configs(proxy.endpoint, bucket)(**options)

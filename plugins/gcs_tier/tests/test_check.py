@@ -2,25 +2,11 @@
 
 import json
 
-import pytest
-from objectstore_checks import CheckTests, check_here, refused, the_error
-from objectstore_commands import CommandTests, run, write_file
+from libraries.objectstore.tests.checks import CheckTests, EnvironmentTests, check_here
+from libraries.objectstore.tests.commands import BucketTenantTests, CommandTests, run
+from plugins.gcs_tier.tests.differences import GCS
 
-from kvtiers_gcs.store import GcsStore
 from kvtiers_objectstore.testing.proxy import Fault, refusal
-
-
-@pytest.fixture
-def opened():
-    stores = []
-
-    def open_store(config):
-        stores.append(GcsStore(config))
-        return stores[-1]
-
-    yield open_store
-    for store in stores:
-        store.close()
 
 
 def of_settings(request):
@@ -33,28 +19,8 @@ def with_settings(settings):
     return lambda request: Fault(answer) if of_settings(request) else None
 
 
-class TestGcsCheck(CheckTests):
-    def test_a_missing_bucket(self, config):
-        said = the_error(config(bucket="there-is-none"))
-        assert "bucket 'there-is-none'" in said
-        assert "404 NoSuchBucket: there is no such bucket here; check bucket and endpoint, or create it" in said
-
-    @pytest.mark.parametrize(
-        ("status", "code", "expected"),
-        [
-            (401, "AuthenticationRequired", "the token is not taken; check credentials_file"),
-            (401, "", "the token is not taken; check credentials_file"),
-            (403, "AccessDenied", "grant the role 'Storage Object User' (roles/storage.objectUser) on the bucket"),
-            (403, "UserProjectAccountProblem", "there is a problem with the project's billing"),
-            (403, "RequestTimeTooSkewed", "this machine's clock is wrong; run an NTP service"),
-            (429, "SlowDown", "too many requests at once for this bucket"),
-            (503, "", "503 SlowDown: too many requests"),
-            (400, "UserProjectMissing", "the bucket wants its readers to pay"),
-        ],
-    )
-    def test_a_refusal_is_named_with_its_cure(self, config, between, through, status, code, expected):
-        between.script = lambda _: Fault(refusal(status, code, "Retry-After: 1\r\n"))
-        assert expected in refused(GcsStore, config(**through(between)))
+class TestGcsCheck(CheckTests, EnvironmentTests):
+    differences = GCS
 
     def test_a_bucket_without_rules_gets_warnings_with_the_command(self, config, between, through):
         between.script = with_settings(
@@ -89,22 +55,11 @@ class TestGcsCheck(CheckTests):
 
 
 class TestGcsCommands(CommandTests):
-    store_class = GcsStore
+    differences = GCS
 
-    @pytest.fixture
-    def tier(self):
-        def options_in_a_file(config):
-            where = {"endpoint": config.endpoint, "bucket": config.bucket, "prefix": config.prefix}
-            return {"type": "gcs", "anonymous": True, **where}
 
-        return options_in_a_file
-
-    def test_a_check_of_a_file_says_what_is_wrong(self, config, tier, tmp_path):
-        file = tmp_path / "tiers.yaml"
-        write_file(file, {**tier(config()), "bucket": "there-is-none"})
-        assert "there is no such bucket here; check bucket" in " ".join(
-            run("kvtiers", "check", file, status=1).stdout.split()
-        )
+class TestGcsTenants(BucketTenantTests):
+    differences = GCS
 
 
 def test_the_rules_are_printed_and_what_to_do_with_them_is_said_beside_them():

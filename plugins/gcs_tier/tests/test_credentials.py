@@ -6,7 +6,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from gcs_servers import TOKEN
-from objectstore_checks import check, refused
+from libraries.objectstore.tests.checks import check, refused
 
 from kvtiers.api import ConfigError, TierUnavailable
 from kvtiers_gcs.store import GcsStore

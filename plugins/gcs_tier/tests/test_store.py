@@ -1,20 +1,17 @@
-"""The store itself, on fake-gcs-server: what all tiers by obstore promise, and what is Google's own."""
+"""The store itself, on fake-gcs-server: what all object stores promise, and what is Google's own."""
 
 import pytest
-from gcs_servers import FakeGcs, delete_bucket, new_bucket
-from objectstore_stores import StoreTests, read, value
+from gcs_servers import FakeGcs, new_bucket
+from libraries.objectstore.tests.stores import BucketTests, RestartTests, StoreTests, value
+from plugins.gcs_tier.tests.differences import GCS
 
-from kvtiers.api import TierUnavailable
 from kvtiers_gcs.config import GcsConfig
-from kvtiers_gcs.store import GcsStore
-from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError
+from kvtiers_objectstore.failures import ObjectStoreBusyError
 from kvtiers_objectstore.testing.proxy import Fault, refusal
 
 
 class TestGcsStore(StoreTests):
-    store_class = GcsStore
-    part = 5 << 20
-    deletes_many = False
+    differences = GCS
 
     def test_objects_get_the_storage_class_that_is_wanted(self, opened, config, between, through):
         store = opened(config(**through(between), storage_class="NEARLINE", part_size=self.part))
@@ -33,39 +30,16 @@ class TestGcsStore(StoreTests):
             store.write("a", value(1, 3 * self.part))
         assert [r.method for r in between.log if "uploadId=" in r.path and "partNumber" not in r.path] == ["DELETE"]
 
-    def test_a_bucket_that_is_gone_is_a_failure_and_not_a_miss(self, opened, fake_gcs, config):
-        bucket = new_bucket(fake_gcs.endpoint)
-        store = opened(config(bucket=bucket))
-        store.write("a", value(1))
-        delete_bucket(fake_gcs.endpoint, bucket)
-        for work in (
-            lambda: read(store, "a"),
-            lambda: store.write("b", value(1)),
-            lambda: store.delete(["a"]),
-            lambda: list(store.list("")),
-        ):
-            with pytest.raises(ObjectStoreError, match="404 NoSuchBucket: there is no such bucket here"):
-                work()
 
-    def test_a_server_that_is_killed_and_comes_back_has_what_it_had(self, opened):
+class TestGcsBucket(BucketTests):
+    differences = GCS
+
+
+class TestGcsRestart(RestartTests):
+    differences = GCS
+
+    @pytest.fixture
+    def keeping(self):
         with FakeGcs(keeps=True) as server:
-            config = GcsConfig(type="gcs", bucket=new_bucket(server.endpoint), endpoint=server.endpoint, anonymous=True)
-            store = opened(config)
-            store.write("a", value(7))
-            server.stop()
-            with pytest.raises(ObjectStoreBusyError, match=r"NoConnection|CutOff"):
-                read(store, "a")
-            with pytest.raises(TierUnavailable, match="NoConnection: no server answers there; check endpoint"):
-                GcsStore(config)
-            server.start()
-            assert read(store, "a") == bytes([7]) * 4096
-
-
-def test_another_program_sees_what_is_written_and_its_writes_are_seen(config, objects):
-    options = config()
-    store = GcsStore(options)
-    store.write("a", value(3))
-    assert objects.get(f"{options.prefix}/a") == bytes([3]) * 4096
-    objects.put(f"{options.prefix}/b", bytes([4]) * 4096)
-    assert read(store, "b") == bytes([4]) * 4096
-    store.close()
+            where = {"bucket": new_bucket(server.endpoint), "endpoint": server.endpoint}
+            yield server, GcsConfig(type="gcs", anonymous=True, **where)

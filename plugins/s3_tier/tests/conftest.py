@@ -1,33 +1,22 @@
 """Buckets on real servers, stores over them, and a proxy between them that does what networks and servers do."""
 
 import importlib.util
-import mmap
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
-from kvtiers_objectstore.testing import proxy
+from kvtiers_objectstore.testing.proxy import Proxy
 from kvtiers_s3.config import S3Config
 
-PAGE = 4096
 HERE = Path(__file__).parent
 
 
-def _load(name, file):
-    """Import a file as a module of this name, so that tests can import it by that name."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-servers = _load("s3_servers", HERE / "servers.py")
-SHARED = HERE.parents[2] / "libraries" / "objectstore" / "tests"
-if SHARED.is_dir():  # not beside an installed plugin, where the tests of the plugin alone are run
-    _load("objectstore_service", SHARED / "service.py")
-    _load("objectstore_checks", SHARED / "checks.py")
+# Tests of the plugin alone are run where there is no repository around them.
+spec = importlib.util.spec_from_file_location("s3_servers", HERE / "servers.py")
+servers = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(servers)
 KEYS = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY, "region": "us-east-1"}
 
 
@@ -40,6 +29,20 @@ def configs(endpoint, bucket):
         return S3Config(**{"type": "s3", **where, **KEYS, **options})
 
     return make
+
+
+class Objects:
+    """The objects of a bucket, as another program sees them."""
+
+    def __init__(self, endpoint, bucket):
+        self.client = servers.client_of(endpoint)
+        self.bucket = bucket
+
+    def put(self, name, body):
+        self.client.put_object(Bucket=self.bucket, Key=name, Body=body)
+
+    def get(self, name):
+        return self.client.get_object(Bucket=self.bucket, Key=name)["Body"].read()
 
 
 @pytest.fixture(scope="session")
@@ -72,10 +75,45 @@ def config(radosgw, ceph_bucket):
     return configs(radosgw.endpoint, ceph_bucket)
 
 
+@pytest.fixture
+def in_file():
+    """Return a function that gives the options of a tier as they stand in a file."""
+
+    def make(config):
+        where = {"endpoint": config.endpoint, "bucket": config.bucket, "prefix": config.prefix}
+        return {"type": "s3", **where, **KEYS}
+
+    return make
+
+
+@pytest.fixture
+def objects(radosgw, ceph_bucket):
+    return Objects(radosgw.endpoint, ceph_bucket)
+
+
+@pytest.fixture
+def doomed(radosgw):
+    """A bucket's name, and a function that deletes it."""
+    name = servers.new_bucket(radosgw.endpoint)
+    return name, lambda: servers.delete_bucket(radosgw.endpoint, name)
+
+
+@pytest.fixture
+def between(radosgw):
+    with Proxy(int(radosgw.endpoint.rpartition(":")[2])) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def through():
+    """Return a function that gives the options of a tier behind a proxy."""
+    return lambda proxy: {"endpoint": proxy.endpoint}
+
+
 @pytest.fixture(scope="module", params=["obstore", "boto3"])
 def proxied(request, radosgw, ceph_bucket):
     """A tier whose server lies behind a proxy, and the proxy."""
-    from objectstore_service import behind_proxy
+    from libraries.objectstore.tests.service import behind_proxy
 
     def config_of(between, **options):
         return configs(between.endpoint, ceph_bucket)(client=request.param, **options)
@@ -93,17 +131,5 @@ def moto_config(moto, moto_bucket):
 @pytest.fixture
 def empty_server():
     """The URL of a server that has nothing: every object is absent."""
-    with proxy.Proxy() as server:
+    with Proxy() as server:
         yield server.endpoint
-
-
-@pytest.fixture
-def value():
-    """Return a function that gives a value of so many pages, page-aligned, each with the same bytes."""
-
-    def make(byte: int, pages: int = 1) -> memoryview:
-        memory = memoryview(mmap.mmap(-1, pages * PAGE))
-        memory[:] = bytes([byte]) * len(memory)
-        return memory
-
-    return make

@@ -26,10 +26,12 @@ __all__ = [
     "SECRET_KEY",
     "Radosgw",
     "client_of",
+    "delete_bucket",
     "free_ports",
     "moto_server",
     "new_bucket",
     "trivial_server",
+    "uploads",
 ]
 
 ACCESS_KEY, SECRET_KEY = "AKKV", "SKKV"
@@ -102,6 +104,20 @@ def new_bucket(endpoint: str) -> str:
     name = f"kv-{uuid.uuid4().hex[:16]}"
     client_of(endpoint).create_bucket(Bucket=name)
     return name
+
+
+def delete_bucket(endpoint: str, bucket: str) -> None:
+    """Delete a bucket with a few objects."""
+    client = client_of(endpoint)
+    for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
+        client.delete_object(Bucket=bucket, Key=entry["Key"])
+    client.delete_bucket(Bucket=bucket)
+
+
+def uploads(config: Any) -> list[Any]:
+    """Return the uploads in parts that have not ended, under a tier's prefix."""
+    client = client_of(config.endpoint)
+    return list(client.list_multipart_uploads(Bucket=config.bucket, Prefix=config.prefix).get("Uploads", []))
 
 
 # One request at a time: moto's own server has threads, and mixes up two writes of one object.

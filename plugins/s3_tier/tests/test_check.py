@@ -1,32 +1,33 @@
 """What ``kvtiers check`` says of a server that does not do what it should: one line, with what to do about it."""
 
-import ssl
+from functools import partial
 
 import pytest
-import trustme
-from objectstore_checks import check, check_here, the_error
+from libraries.objectstore.tests.checks import CheckTests, check_here, the_error
+from plugins.s3_tier.tests.differences import CLIENTS, S3
 from s3_servers import client_of, free_ports, new_bucket
 
-from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
+from kvtiers_objectstore.testing.proxy import Fault, refusal
 from kvtiers_s3.store import S3Store
 
 MIB = 1 << 20
-CLIENTS = ["obstore", "boto3"]
 
 
 def warnings(findings):
     return [f"{finding.text}. Fix: {finding.fix}" for finding in findings if finding.level == "warning"]
 
 
-@pytest.fixture
-def between(radosgw):
-    with Proxy(int(radosgw.endpoint.rpartition(":")[2])) as proxy:
-        yield proxy
+class TestS3Check(CheckTests):
+    differences = S3
+
+    @pytest.fixture(params=CLIENTS)
+    def config(self, request, config):
+        return partial(config, client=request.param)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_healthy_bucket_has_no_error(config, client):
-    found = check(config(client=client))
+    found = check_here(config(client=client))
     assert [finding for finding in found if finding.level == "error"] == []
     assert any(f"region us-east-1, path addressing, values by {client}" in finding.text for finding in found)
 
@@ -48,13 +49,6 @@ def test_a_wrong_secret_key(config, client):
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_missing_bucket(config, client):
-    text = the_error(config(client=client, bucket="there-is-none"))
-    assert "bucket 'there-is-none'" in text
-    assert "404 NoSuchBucket: there is no such bucket here; check bucket, endpoint and region" in text
-
-
-@pytest.mark.parametrize("client", CLIENTS)
 def test_no_permission(radosgw, config, client):
     keys = {"access_key": f"GUEST{client}", "secret_key": "GUESTKEY"}
     user = [f"--uid=guest-{client}", f"--display-name={client}", f"--access-key={keys['access_key']}"]
@@ -69,21 +63,6 @@ def test_no_permission(radosgw, config, client):
 def said_of(config, proxy, script, **options) -> str:
     proxy.script = script
     return the_error(config(endpoint=proxy.endpoint, **options))
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize(
-    ("status", "code", "expected"),
-    [
-        (400, "ExpiredToken", "the session token has expired; renew it"),
-        (403, "RequestTimeTooSkewed", "this machine's clock is wrong"),
-        (500, "InternalError", "500 InternalError"),
-        (503, "SlowDown", "503 SlowDown"),
-        (429, "TooManyRequests", "429 TooManyRequests"),
-    ],
-)
-def test_a_refusal_is_named_with_its_cure(config, between, client, status, code, expected):
-    assert expected in said_of(config, between, lambda _: Fault(refusal(status, code)), client=client)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -102,19 +81,6 @@ def test_a_redirect_that_names_no_region_is_not_followed(config, between, client
     text = said_of(config, between, lambda _: Fault(refusal(status, code)), client=client)
     assert "Redirect: the bucket is in another region; set 'region' to the bucket's region" in text
     assert len(between.log) <= 2
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize(
-    ("fault", "timeout", "expected"),
-    [
-        (Fault(cut=0, reset=True), "30s", "CutOff: the connection ended in the middle of an answer"),
-        (Fault(first_byte=9.0), "1s", "Timeout: no answer in time"),
-    ],
-    ids=["reset", "slow"],
-)
-def test_a_connection_that_fails_at_the_start(config, between, client, fault, timeout, expected):
-    assert expected in said_of(config, between, lambda _: fault, client=client, timeout=timeout)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -159,33 +125,6 @@ def test_a_port_at_which_no_server_listens(config, client):
     [port] = free_ports(1)
     text = the_error(config(client=client, endpoint=f"http://127.0.0.1:{port}"))
     assert "NoConnection: no server answers there; check endpoint" in text
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_an_endpoint_without_an_address(config, client):
-    assert "NoAddress" in the_error(config(client=client, endpoint="http://nowhere.invalid"))
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_no_tls_where_it_is_expected(config, radosgw, client):
-    endpoint = radosgw.endpoint.replace("http:", "https:")
-    assert "NotTls: the server does not speak TLS there" in the_error(config(client=client, endpoint=endpoint))
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_private_authority_has_to_be_given(config, radosgw, tmp_path, client):
-    authority = trustme.CA()
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(tls)
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
-    with Proxy(int(radosgw.endpoint.rpartition(":")[2]), tls=tls) as proxy:
-        text = the_error(config(client=client, endpoint=proxy.endpoint))
-        assert "Certificate: the server's certificate is not trusted; give its authority's certificate" in text
-        text = the_error(config(client=client, endpoint=proxy.endpoint, ca_file=tmp_path / "other.pem"))
-        assert "Certificate: " in text
-        found = check_here(config(client=client, endpoint=proxy.endpoint, ca_file=tmp_path / "ca.pem"))
-    assert [finding for finding in found if finding.level == "error"] == []
 
 
 @pytest.mark.parametrize(("content", "said"), [(None, "cannot be read: No such file"), ("x", "has no certificate")])
@@ -262,10 +201,3 @@ def test_small_values_far_away_are_warned_of_and_large_ones_are_not(config, betw
         assert large.level == "ok"
     finally:
         store.close()
-
-
-def test_a_check_leaves_nothing_behind(config):
-    options = config()
-    check_here(options)
-    listed = client_of(options.endpoint).list_objects_v2(Bucket=options.bucket, Prefix=options.prefix)
-    assert listed["KeyCount"] == 0

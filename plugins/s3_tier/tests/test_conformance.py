@@ -10,15 +10,6 @@ from kvtiers_s3.store import S3Store
 PATIENT = {"timeout": "60s", "connect_timeout": "60s", "deadline": "60s"}
 
 
-class TestObstoreOnCeph(ChunkStoreTests):
-    store_class = S3Store
-    patience = 70.0
-
-    @pytest.fixture
-    def open_store(self, config):
-        return partial(S3Store, config(client="obstore", **PATIENT))
-
-
 class TestBoto3OnCeph(ChunkStoreTests):
     store_class = S3Store
     patience = 70.0
@@ -28,7 +19,7 @@ class TestBoto3OnCeph(ChunkStoreTests):
         return partial(S3Store, config(client="boto3", **PATIENT))
 
 
-class TestObstoreAndPartsOnCeph(ChunkStoreTests):
+class TestObstoreOnCeph(ChunkStoreTests):
     """The largest value of the kit is moved in two parts."""
 
     store_class = S3Store

@@ -9,7 +9,8 @@ import obstore
 import pytest
 import trustme
 from botocore.config import Config
-from objectstore_checks import check_here, refused, the_error
+from libraries.objectstore.tests.checks import check_here, refused, the_error
+from plugins.s3_tier.tests.differences import CLIENTS
 from s3_servers import free_ports
 
 from kvtiers_objectstore.requests import Requests
@@ -17,8 +18,6 @@ from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.store import S3Store
-
-CLIENTS = ["obstore", "boto3"]
 
 
 @pytest.fixture(autouse=True)

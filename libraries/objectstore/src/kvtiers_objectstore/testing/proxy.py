@@ -46,9 +46,9 @@ class Fault:
     drip: float = 0.0
 
 
-def refusal(status: int, code: str, headers: str = "") -> bytes:
+def refusal(status: int, code: str, headers: str = "", message: str = "no") -> bytes:
     """Return an answer as object stores refuse."""
-    body = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>no</Message></Error>'
+    body = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
     return f"HTTP/1.1 {status} No\r\n{headers}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
