@@ -223,6 +223,20 @@ def test_a_file_system_that_has_become_read_only_refuses_writes_and_is_read(slab
     assert store.stats()["dropped_values"] == 1
 
 
+def test_each_value_of_a_batch_that_a_full_disk_drops_is_counted(slab_folder, value, monkeypatch):
+    store = slab_folder.open(CAPACITY)
+    write, calls = os.pwritev, []
+
+    def fail_second(*args):
+        calls.append(args)
+        return write(*args) if len(calls) == 1 else _no_space()
+
+    monkeypatch.setattr(os, "pwritev", fail_second)
+    answers = store.write_many([f"ns/{number}" for number in range(40)], [[value(number)] for number in range(40)])
+    assert [answer is None for answer in answers] == [True] * 32 + [False] * 8  # 32 values fill a segment
+    assert store.stats()["dropped_values"] == 8
+
+
 def _no_space(*_args):
     raise OSError(28, "No space left on device")
 

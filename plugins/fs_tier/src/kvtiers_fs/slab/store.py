@@ -262,6 +262,7 @@ class SlabStore(ChunkStore):
                 kept.append(error)
             except NotKept as error:  # a lock or a disk, which is the same for all
                 kept += [error] * (len(pairs) - at)
+                self._dropped += len(pairs) - at - 1  # the first has been counted
         return kept
 
     @contextlib.contextmanager
