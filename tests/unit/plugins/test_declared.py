@@ -86,6 +86,25 @@ def test_half_an_ability_is_refused_when_the_store_is_opened_and_the_store_is_cl
     assert Half.closed
 
 
+def test_an_attribute_of_an_instance_is_refused_and_the_line_says_that_it_belongs_to_the_class(distributions):
+    class Instance(DictStore):
+        def __init__(self):
+            super().__init__()
+            self.batch_values = 8
+
+        def read_many_into(self, names, dsts):
+            raise AssertionError("it is not opened")
+
+        def write_many(self, names, srcs):
+            raise AssertionError("it is not opened")
+
+    expected = (
+        "has read_many_into, write_many but not batch_values.*add batch_values .batch_values: on the class, since"
+    )
+    with pytest.raises(TierPluginError, match=expected):
+        opened(distributions, Instance)
+
+
 def test_a_misspelt_method_is_refused_when_the_store_is_opened_with_what_was_meant(distributions):
     with pytest.raises(TierPluginError, match=r"Diagnoze has 'diagnoze'.* Did you mean 'diagnose'\?"):
         opened(distributions, Diagnoze)

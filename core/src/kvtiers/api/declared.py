@@ -81,9 +81,12 @@ def _half_abilities(tier_class: type) -> Iterator[str]:
         has = [name for name in members_of(ability) if getattr(tier_class, name, None) is not None]
         lacks = [name for name in members_of(ability) if name not in has]
         if has and lacks:
+            attributes = [name for name in inspect.get_annotations(ability) if name in lacks]
+            how = f" ({', '.join(attributes)}: on the class, since one that __init__ sets is not seen)"
             yield (
                 f"{tier_class.__name__} has {', '.join(has)} but not {', '.join(lacks)}: {ability.__name__} is all of "
-                f"them, so core would use none; add {', '.join(lacks)}, or take {', '.join(has)} away"
+                f"them, so core would use none; add {', '.join(lacks)}{how if attributes else ''}, or take "
+                f"{', '.join(has)} away"
             )
 
 
