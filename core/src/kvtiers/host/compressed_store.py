@@ -5,8 +5,9 @@ compressed and decompressed, in memory of the calling thread. A stored value tha
 compressed, as from before the option was set: it is read all the same. What cannot be decompressed is given on without
 a seal, and so is found to be damaged, counted and deleted like any such value; what is of another format is absent.
 
-It has ``SupportsBatch`` over whatever moves the store's values (``one_by_one``). Pieces of a compressed value are of no
-use here, and are not asked for.
+It moves batches by whatever moves the store's values (``one_by_one``), but takes a value in one view alone, since it
+needs it in one piece: the mover copies together what lies in several. Pieces of a compressed value are of no use here,
+and are not asked for.
 """
 
 import threading
@@ -76,7 +77,8 @@ class CompressedStore(ChunkStore):
 
     def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[int]:
         """Read the stored forms in one call of the store, and decompress them."""
-        sizes = [sum(map(len, views)) for views in dsts]
+        whole = [dst for [dst] in dsts]
+        sizes = [len(dst) for dst in whole]
         memory, places = self._places(sizes)
         method = self._methods[0]
 
@@ -85,13 +87,13 @@ class CompressedStore(ChunkStore):
             return lengths_each(self._store, method, sizes, answers)
 
         lengths = self._with_views(method, places, read, readonly=False)
-        found = zip(places, lengths, dsts, strict=True)
-        return [self._restore_views(memory, at, nbytes, views) for (at, _), nbytes, views in found]
+        found = zip(places, lengths, whole, strict=True)
+        return [self._restore(memory, at, nbytes, dst) for (at, _), nbytes, dst in found]
 
     def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> list[NotKept | None]:
         """Write the compressed values in one call of the store; as they are those that do not become shorter."""
-        sizes = [sum(map(len, views)) for views in srcs]
-        whole = [views[0] if len(views) == 1 else memoryview(b"".join(views)) for views in srcs]
+        whole = [src for [src] in srcs]
+        sizes = [len(src) for src in whole]
         lengths, at, places = self._compress(whole), 0, list[_Place]()
         for size, nbytes in zip(sizes, lengths, strict=True):
             if nbytes:
@@ -133,16 +135,6 @@ class CompressedStore(ChunkStore):
     def close(self) -> None:
         """Close the store."""
         self._store.close()
-
-    def _restore_views(self, stored: memoryview, at: int, nbytes: int, views: Sequence[memoryview]) -> int:
-        if len(views) == 1:
-            return self._restore(stored, at, nbytes, views[0])
-        whole = memoryview(bytearray(sum(map(len, views))))
-        length, end = self._restore(stored, at, nbytes, whole), 0
-        for view in views:
-            view[:] = whole[end : end + len(view)]
-            end += len(view)
-        return length
 
     def _restore(self, stored: memoryview, at: int, nbytes: int, dst: memoryview) -> int:
         """Fill the start of ``dst`` from a stored form; return the value's length, 0 if it is of another format."""

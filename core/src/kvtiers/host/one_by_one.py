@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 from kvtiers.api import ChunkStore, NotKept
-from kvtiers.api.answers import length_of
 
 __all__ = ["OneByOne"]
 
 
 class OneByOne:
-    """Moves a value a call, in one view: the mover has copied together before what lies in several."""
+    """Moves a value a call, in one view: the mover has copied together before what lies in several.
+
+    What the store answers to a read is for the caller to check, as of a store that has ``SupportsBatch``.
+    """
 
     batch_values = 1
 
@@ -18,11 +20,7 @@ class OneByOne:
 
     def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[int]:
         """Read each value."""
-        read = self._store.read_into
-        return [
-            length_of(self._store, "read_into", len(dst), read(name, dst))
-            for name, [dst] in zip(names, dsts, strict=True)
-        ]
+        return [self._store.read_into(name, dst) for name, [dst] in zip(names, dsts, strict=True)]
 
     def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> list[NotKept | None]:
         """Write each value; one that is not kept is an answer."""

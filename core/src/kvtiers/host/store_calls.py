@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeVar
 from kvtiers._failures import error_text, plugin_boundary, same_process
 from kvtiers.api import ChunkStore, NotKept, RateLimit, StoreContractError, SupportsBatch, SupportsPieces
 from kvtiers.api.answers import kept_each, lengths_each
+from kvtiers.host.compressed_store import CompressedStore
 from kvtiers.host.messages import Status, drop_oldest
 from kvtiers.host.one_by_one import OneByOne
 from kvtiers.layout.seal import PayloadHash
@@ -39,6 +40,7 @@ _log = logging.getLogger("kvtiers.secondary")
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
 # more than 100 kB would be: the next copy would have to wait for the GIL.
 _STEP_BYTES = 64 << 10
+_MOST_VIEWS = 64
 _LONGEST_REASON = 500
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
@@ -67,13 +69,12 @@ class StoreCalls:
         """Why the store last did not take a value for another reason."""
         # Looked at once: what a runtime Protocol is asked costs as much as moving a small value.
         self._batches: SupportsBatch = store if isinstance(store, SupportsBatch) else OneByOne(store)
-        self.is_batched = self._batches is store
-        """Whether the store itself takes several values a call, and a value in several views."""
+        is_batched = self._batches is store
         self.batch_values = max(1, int(self._batches.batch_values))
-        self.read_method, self.write_method = (
-            ("read_many_into", "write_many") if self.is_batched else ("read_into", "write")
-        )
-        self._pieces = store if isinstance(store, SupportsPieces) and not self.is_batched else None
+        self.most_views = _MOST_VIEWS if is_batched and not isinstance(store, CompressedStore) else 1
+        """In so many views the store takes a value."""
+        self.read_method, self.write_method = ("read_many_into", "write_many") if is_batched else ("read_into", "write")
+        self._pieces = store if isinstance(store, SupportsPieces) and not is_batched else None
 
     def in_pieces(self, nbytes: int) -> bool:
         """Return whether values of this length are read by ``read_pieces``."""

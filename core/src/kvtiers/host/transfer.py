@@ -12,7 +12,7 @@ encrypted                        a bounce buffer                     a bounce bu
 ===============================  ==================================  ====================================
 
 Rows without room for a seal, and the memory of a client's caller, are like rows of an epoch when a store writes, and
-are read by way of a bounce buffer. A store that takes a value in one view only (``StoreCalls.is_batched``) gets what
+are read by way of a bounce buffer. A store that takes a value in one view only (``StoreCalls.most_views``) gets what
 would lie in two from the bounce buffer.
 
 Runs on the pool's threads, in the tier's host or in the engine's process. Whatever a store does wrong becomes the
@@ -59,7 +59,6 @@ _NO_KEY = "their tenant's key cannot be read; the log says why"
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
 _DELETED_PER_CALL = 256
-_MOST_VIEWS = 64  # of one value
 _TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
 _NOT_TAKEN = frozenset({Status.DROPPED, Status.REFUSED})
 _Answer = TypeVar("_Answer")
@@ -163,7 +162,6 @@ class ValueMover:
         beside = beside_rows(views, largest) if self._seal.writes_beside or self._seal.reads_beside else views
         self._store_views = beside if self._seal.writes_beside else views
         self._load_views = beside if self._seal.reads_beside else views
-        self._most_views = _MOST_VIEWS if self._calls.is_batched else 1
         self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest, self._calls.batch_values))
 
     def set_rate_limit(self, limit: RateLimit) -> None:
@@ -368,7 +366,7 @@ class ValueMover:
             raise ClaimRevoked
         if self._seal.reads_beside:
             views.set_joined(value.row)
-        if views.view_count(value.row, value.payload) > self._most_views:
+        if views.view_count(value.row, value.payload) > self._calls.most_views:
             views.join(value.row, value.payload)
 
     def _log_not_kept(self, moved: Moved, statuses: list[Status], nbytes: int) -> None:
@@ -421,7 +419,7 @@ class ValueMover:
         return (
             not self._seal.reads_beside
             and views.is_in_place(value.row, value.payload)
-            and views.view_count(value.row, value.payload) <= self._most_views
+            and views.view_count(value.row, value.payload) <= self._calls.most_views
         )
 
     def _load_in_place(self, moved: Moved, run: ValueRun, value: _Value, views: ClaimedViews) -> bool:
