@@ -44,7 +44,7 @@ class HostedTier(ChunkStoreTier):
 
 
 class TestTierInHosts(SecondaryTierTests):
-    @pytest.fixture(params=[1, 2, 3])
+    @pytest.fixture(params=[1, 3])
     def open_tier(self, request, tmp_path, monkeypatch):
         """The kit's rows are anonymous, and hosts need memory that they can map."""
         fds = []
