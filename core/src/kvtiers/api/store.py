@@ -143,6 +143,10 @@ class SupportsPieces(Protocol):
     Core copies such a value into its row a piece at a time and hashes each piece while it is in the processor's cache;
     otherwise the check would read the whole value from memory a second time. Core's threads call both methods. A store
     with ``SupportsBatch`` is not asked.
+
+    It pays for small values. Loads from an object store on the same machine (two processors) took 12 % less CPU time a
+    byte than by ``read_into`` at 64 KiB, 10 % less at 256 KiB, some 5 % less at 512 KiB, and the same from 2 MiB on; at
+    64 KiB they were 11 % faster. The same tier against itself differed by up to 6 %.
     """
 
     def reads_in_pieces(self, nbytes: int) -> bool:
