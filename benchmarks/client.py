@@ -4,7 +4,7 @@ Lanes take turns, a round after the other, each on new values: `stack` is an eng
 tensors lie in host memory: each value is copied into a row, stored, forgotten, loaded into a row, and copied back.
 `client` puts and gets the same values with one call each way, from one thread; `client x4` from four; `2 parts` has
 each value in two places far apart. `region` and `region 2` are these two with the values in the client's own region,
-which the hosts map, `in place` and `in place 2` with reads straight into it. `tier` has the values in rows already, and
+which the hosts map. `tier` has the values in rows already, and
 drives the hosts alone: a ceiling without the copy. `plain` calls the store in a loop, in this process, without a seal.
 `control` is `client` once more: what its share of `client` differs from 1 is noise. All with tier hosts (`io: process`)
 and jobs as they come. All lanes use one Redis server, whose processor time counts with that of the tier hosts. Medians;
@@ -61,13 +61,11 @@ PATIENCE = 120.0
 JOB_BYTES = 128 << 20
 Values = npt.NDArray[np.uint8]
 WAYS_OF_MEMORY = {
-    "2 parts": (2, False, True),
-    "region": (1, False, False),
-    "region 2": (2, False, False),
-    "in place": (1, True, False),
-    "in place 2": (2, True, False),
+    "2 parts": (2, True),
+    "region": (1, False),
+    "region 2": (2, False),
 }
-"""Lanes of a client's: parts a value, whether they are read in place, whether they lie in the caller's own memory."""
+"""Lanes of a client's: parts a value, and whether they lie in the caller's own memory."""
 
 
 class StackLane:
@@ -183,9 +181,7 @@ class ClientLane:
 class RegionLane:
     """A client whose caller's values lie in its region, or (``is_own``) in memory of the caller's, in so many parts."""
 
-    def __init__(
-        self, config: dict[str, Any], values: Values, stack: ExitStack, *, parts: int, in_place: bool, is_own: bool
-    ) -> None:
+    def __init__(self, config: dict[str, Any], values: Values, stack: ExitStack, *, parts: int, is_own: bool) -> None:
         count, payload = values.shape
         nbytes = 0 if is_own else 2 * values.nbytes
         self._client = stack.enter_context(open_client(config, IDENTITY, payload, region_bytes=nbytes))
@@ -194,7 +190,6 @@ class RegionLane:
         self._from, self._back = memory.reshape(2, parts, count, payload // parts)
         self._values = values.reshape(count, parts, payload // parts).swapaxes(0, 1)
         self._from[:] = self._values
-        self._in_place = in_place
         self._is_own = is_own
 
     def write(self, keys: Sequence[bytes]) -> None:
@@ -203,7 +198,7 @@ class RegionLane:
 
     def read(self, keys: Sequence[bytes]) -> None:
         """Get all values."""
-        found = self._client.get_into(keys, self._views(self._back), in_place=self._in_place)
+        found = self._client.get_into(keys, self._views(self._back))
         assert all(found), self._client.stats()
 
     def check(self) -> None:
@@ -356,8 +351,8 @@ def measure(kind: str, nbytes: int, total: int, rounds: int, top: Path) -> dict[
             "client": ClientLane(config("client"), values, back, stack, 1),
             "client x4": ClientLane(config("client x4"), values, back, stack, 4),
             **{
-                name: RegionLane(config(name), values, stack, parts=parts, in_place=in_place, is_own=is_own)
-                for name, (parts, in_place, is_own) in WAYS_OF_MEMORY.items()
+                name: RegionLane(config(name), values, stack, parts=parts, is_own=is_own)
+                for name, (parts, is_own) in WAYS_OF_MEMORY.items()
             },
             "control": ClientLane(config("control"), values, back, stack, 1),
             "tier": TierLane(config("tier"), values, stack),

@@ -34,7 +34,7 @@ HEAVY = {
     *COMPANION_PACKAGES,
 }
 
-HOST_CONTRACT = "the helper process imports api, plugins, encryption, layout, region.memfd, region.claims and its own"
+HOST_CONTRACT = "the helper process imports api, plugins, encryption, layout, region.memfd and its own"
 ACYCLIC_CONTRACT = "no import circle, at any depth"
 CONFIG_CONTRACT = "a plugin's config imports kvtiers.api and pydantic"
 REPLAY_CONTRACT = "the replay imports nothing of the helper process's"

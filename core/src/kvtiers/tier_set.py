@@ -37,7 +37,7 @@ _CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took
 class TierRows:
     """The rows that tiers move. ``sizes[g]``: payload and value bytes of group g; ``fd``: None: no host can map it.
 
-    ``claims``: where a client's claims lie in it (``region/claims.py``), if it has any.
+    ``callers``: the region of a client's caller, as in ``HostedRegion``.
     """
 
     view: memoryview
@@ -46,7 +46,7 @@ class TierRows:
     fd: int | None
     map_bytes: int
     core_dumps: bool = False
-    claims: Mapping[str, Any] | None = None
+    callers: Mapping[str, Any] | None = None
 
 
 class TierSet:
@@ -167,7 +167,7 @@ class TierSet:
         if rows.fd is None:
             return None
         hosted = HostedRegion(
-            rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps, rows.claims
+            rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps, rows.callers
         )
         return TierHosts(
             hosted,

@@ -24,6 +24,8 @@ class PlayedTier(EventTier):
         self.jobs = {}
         self.asked = []
         self.abandoned = []
+        self.released = []
+        self.killed = []
         self.says = deque()
 
     def lookup_many(self, keys, context):
@@ -52,6 +54,12 @@ class PlayedTier(EventTier):
 
     def abandon_job(self, job_id):
         self.abandoned.append(job_id)
+
+    def release_job(self, job_id):
+        self.released.append(job_id)
+
+    def kill_job(self, job_id, reason):
+        self.killed.append(job_id)
 
     def is_available(self):
         return self.usable

@@ -159,10 +159,11 @@ def test_memory_that_the_caller_can_use_and_a_tier_host_cannot_map_is_refused():
 def test_a_client_has_a_descriptor_of_the_callers_memory_until_it_is_closed(shared):
     fd, mapped = shared
     rows = BounceRows(4, 4096, CallersMemory(fd, mapped), 4)
-    assert (rows.claims.place["region"]["fd"] != fd, rows.claims.place["region"]["at"]) == (True, 2 * PAGE)
+    callers = rows.for_tiers([], core_dumps=False).callers
+    mine = callers["fd"]
+    assert mine != fd
+    assert callers == {"fd": mine, "at": 2 * PAGE, "nbytes": 6 * PAGE}
     assert rows.region.nbytes == 6 * PAGE
-    assert rows.claims.table.region.nbytes == 6 * PAGE
-    mine = rows.claims.place["region"]["fd"]
     assert os.fstat(mine).st_ino == os.fstat(fd).st_ino
     rows.end()
     rows.close()
@@ -174,14 +175,16 @@ def test_parts_that_follow_each_other_in_the_region_are_one_and_others_are_not_o
     fd, mapped = shared
     rows = BounceRows(4, 4096, CallersMemory(fd, mapped), 4)
     region = np.frombuffer(mapped, np.uint8)
-    claims = rows.claims
-    assert claims.parts_of([region[8:20], region[:0], region[20:30], region[40:41], region[30:40]]) == [
+    in_region = rows.in_region
+    assert in_region.parts_of([region[8:20], region[:0], region[20:30], region[40:41], region[30:40]]) == [
         (8, 22),
         (40, 1),
         (30, 10),
     ]
-    assert claims.parts_of([region[:8], np.zeros(8, np.uint8)]) is None
-    assert claims.parts_of([region[at : at + 1] for at in range(0, 510, 2)]) is not None
-    assert claims.parts_of([region[at : at + 1] for at in range(0, 512, 2)]) is None, "more than a claim has room for"
+    assert in_region.parts_of([region[:8], np.zeros(8, np.uint8)]) is None
+    assert in_region.parts_of([region[at : at + 1] for at in range(0, 510, 2)]) is not None
+    assert in_region.parts_of([region[at : at + 1] for at in range(0, 512, 2)]) is None, (
+        "more parts than a value may have"
+    )
     rows.end()
     rows.close()

@@ -2,7 +2,8 @@ import threading
 
 import pytest
 
-from kvtiers.host.transfer_queue import RowFence
+from kvtiers.host.messages import Status
+from kvtiers.host.row_fence import RowFence
 
 
 @pytest.fixture
@@ -12,11 +13,14 @@ def calls():
 
 def test_released_rows_are_copied_into_no_more(calls):
     guard, copied = RowFence(), []
-    assert guard.land(lambda: copied.append(1) is None)
+    assert guard.land(1, lambda: copied.append(1))
+    assert guard.is_given()
     guard.detach(lambda: calls.append("free"))
+    assert not guard.is_given()
     assert calls == ["free"]
-    assert not guard.land(lambda: copied.append(2))
+    assert not guard.land(2, lambda: copied.append(2))
     assert copied == [1]
+    assert list(guard.statuses([2, 1])) == [Status.FAILED, Status.DONE]
 
 
 def test_a_copy_that_is_in_flight_ends_before_the_rows_are_free(calls):
@@ -27,7 +31,7 @@ def test_a_copy_that_is_in_flight_ends_before_the_rows_are_free(calls):
         assert go_on.wait(60)
         calls.append("copied")
 
-    lander = threading.Thread(target=guard.land, args=(copy,))
+    lander = threading.Thread(target=guard.land, args=(1, copy))
     lander.start()
     assert begun.wait(60)
     guard.detach(lambda: calls.append("free"))

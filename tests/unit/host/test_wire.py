@@ -29,7 +29,7 @@ from kvtiers.host.messages import (
 )
 from kvtiers.host.wire import FrameReader, ProtocolError, decode_report, decode_request
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-7.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-8.json").read_text(encoding="utf-8"))
 
 u64 = st.integers(0, 2**64 - 1)
 rows = st.integers(-(2**31), 2**31 - 1)
@@ -43,9 +43,10 @@ jobs = st.builds(
         [row for _, row, _ in triples] if kind != "delete" else [],
         bytes(over for _, _, over in triples) if kind == "overwrites" else b"",
         kind == "delete",
+        [[(row % 7, 1 + row % 5)] * (row % 3) for _, row, _ in triples] if kind == "parts" else [],
     ),
     u64,
-    st.sampled_from(["load", "store", "overwrites", "delete"]),
+    st.sampled_from(["load", "store", "overwrites", "delete", "parts"]),
     st.lists(st.tuples(st.binary(min_size=1, max_size=70), rows, st.booleans()), max_size=20),
 )
 requests = st.one_of(
@@ -61,7 +62,7 @@ requests = st.one_of(
 reports = st.one_of(
     st.builds(Opened, texts, st.sampled_from(["", "0123456789abcdef"])),
     st.builds(JobStarted, u64),
-    st.builds(JobReleased, u64),
+    st.builds(JobReleased, u64, st.binary(max_size=100)),
     st.builds(JobFailed, u64, texts),
     st.builds(JobDone, u64, st.binary(max_size=100), u64, st.floats(0, 1e6), st.integers(0, 2**32 - 1), texts),
     st.builds(Probed, u64, st.binary(max_size=100), texts),
@@ -90,7 +91,7 @@ def decode(message):
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
 def test_messages_of_this_format_never_change(case):
-    assert wire.PROTOCOL_FORMAT == 7, "another format needs a golden file of its own, beside this"
+    assert wire.PROTOCOL_FORMAT == 8, "another format needs a golden file of its own, beside this"
     message = message_of(case)
     assert wire.encode(case["tier"], message).hex() == case["frame"]
     reader = FrameReader()

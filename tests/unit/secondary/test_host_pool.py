@@ -278,16 +278,30 @@ def test_a_load_has_released_its_rows_when_all_its_parts_have_or_have_ended(keys
     tier.send(load(1, keys[:64]))
     tier.group.release(1)
     first, second, third = tier.played
-    first.say(JobReleased(1))
+    shares = [len(host.jobs[1].keys) for host in tier.played]
+    first.say(JobReleased(1, bytes([Status.DONE] + [Status.FAILED] * (shares[0] - 1))))
     assert tier.events() == []
     second.end(1)
     assert tier.events() == []
-    third.say(JobReleased(1))
-    assert tier.events() == [JobReleased(1)]
+    third.say(JobReleased(1, bytes([Status.FAILED] * shares[2])))
+    landed = [Status.DONE] + [Status.FAILED] * (shares[0] - 1) + [Status.DONE] * shares[1] + [Status.FAILED] * shares[2]
+    assert tier.events() == [JobReleased(1, bytes(landed))], "what has landed is known of all parts"
     first.end(1, FAILED)
     third.end(1, FAILED)
     (done,) = tier.events()
     assert isinstance(done, JobDone)
+
+
+def test_only_hosts_that_have_not_released_their_part_are_killed_for_it(keys):
+    tier = Group(3)
+    tier.send(load(1, keys[:64]))
+    tier.group.release(1)
+    first, second, _ = tier.played
+    first.say(JobReleased(1, bytes([Status.FAILED] * len(first.jobs[1].keys))))
+    second.end(1)
+    tier.events()
+    tier.group.kill(1, "why")
+    assert [("restart", "why") in host.calls for host in tier.played] == [False, False, True]
 
 
 def test_giving_up_and_releasing_reach_those_that_still_have_a_part(keys):

@@ -106,18 +106,22 @@ class GroupMachine(RuleBasedStateMachine):
     def lives(self, part):
         return self.states[part[1]] != "lost"
 
-    @rule(data=st.data(), what=st.sampled_from(["started", "failed", "released"]))
-    def say(self, data, what):
+    @rule(data=st.data(), what=st.sampled_from(["started", "failed", "released"]), landed=st.booleans())
+    def say(self, data, what, landed):
         def can(part, said):
             return self.lives(part) and what not in said and (what != "released" or part[0] in self.wished)
 
         if (part := self.a_part(data, can)) is None:
             return
         job_id, number = part
+        keys = self.played[number].jobs[job_id].keys
+        status = Status.DONE if landed and what == "released" else Status.FAILED
+        if what == "released":
+            self.results[job_id] |= dict.fromkeys(keys, status)
         event = {
             "started": JobStarted(job_id),
             "failed": JobFailed(job_id, "it"),
-            "released": JobReleased(job_id),
+            "released": JobReleased(job_id, bytes([status] * len(keys))),
         }[what]
         self.parts[part].add(what)
         self.played[number].say(event)
@@ -194,6 +198,8 @@ class GroupMachine(RuleBasedStateMachine):
                     assert list(statuses) == [self.results[job_id][key] for key in self.jobs.pop(job_id)]
                     self.reported[job_id].append("done")
                 case JobStarted(job_id) | JobFailed(job_id) | JobReleased(job_id):
+                    if isinstance(event, JobReleased):
+                        assert list(event.statuses) == [self.results[job_id][key] for key in self.jobs[job_id]]
                     what = EVENTS[type(event)]
                     assert what not in self.reported[job_id]
                     assert "done" not in self.reported[job_id]

@@ -47,7 +47,7 @@ def test_what_is_no_result_is_passed_on_for_the_manager_to_judge(tier):
 def test_who_wants_results_alone_gets_them_from_the_stream(monkeypatch):
     class Streams(EventTier):
         def poll(self):
-            return [JobStarted(1), JobFailed(2, "kept"), JobReleased(1), RESULT]
+            return [JobStarted(1), JobFailed(2, "kept"), JobReleased(1, b""), RESULT]
 
     monkeypatch.setattr(Streams, "__abstractmethods__", frozenset())
     assert Streams().get_finished_jobs() == [RESULT]

@@ -328,7 +328,7 @@ def test_events_are_handled_in_their_order_and_failures_in_a_row_are_one_line(be
         JobFailed(first, ""),
         JobFailed(second, ""),
         JobResult(first, success=False),
-        JobReleased(second),
+        JobReleased(second, b"\0"),
         JobFailed(third, ""),
     ]
     bench.step()

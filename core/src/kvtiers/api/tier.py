@@ -46,6 +46,9 @@ class TransferJob:
 
     ``keys[i]`` belongs to the row ``chunk_ids[i]`` of the region (``chunk_ids``: a buffer of int32). A promotion
     writes into the rows, a store only reads them. Job ids increase and are never reused in a process.
+
+    ``parts``: of a client's job for a ``ChunkStore``, where a value lies in the client's region instead of its row: an
+    offset and a length in bytes for each part. No other tier is given any.
     """
 
     job_id: int
@@ -53,6 +56,7 @@ class TransferJob:
     chunk_ids: memoryview
     is_promotion: bool
     context: TierRequest
+    parts: Sequence[Sequence[tuple[int, int]]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvtiers._failures import error_text
 from kvtiers.api import ConfigError, OffloadKey, make_offload_key
 from kvtiers.client.buffers import Part, Views, length_of, parts_of
-from kvtiers.client.rows import Claims
+from kvtiers.client.rows import RegionRows
 from kvtiers.client.state import ClientState
 from kvtiers.gpu.copier import CudaError
 from kvtiers.layout.tenants import Tenants
@@ -26,7 +26,7 @@ class Value(NamedTuple):
     nbytes: int
     parts: list[list[Part]]
     places: list[int]
-    claimed: list[tuple[int, int]] | None = None
+    in_region: list[tuple[int, int]] | None = None
     """Where its parts lie in the client's region; None: not all of them do."""
 
 
@@ -34,16 +34,16 @@ class Arguments:
     """Checks the arguments of one client's calls.
 
     ``groups``: the KV group of each length of values. ``tenants``: whose values there may be. ``tenant``: whose they
-    are where a call does not say it. ``claims``: of the client's region, if it has one.
+    are where a call does not say it. ``region``: the rows of the client's region, if it has one.
     """
 
     def __init__(
-        self, groups: Mapping[int, int], tenants: Tenants, tenant: str, claims: Claims | None, state: ClientState
+        self, groups: Mapping[int, int], tenants: Tenants, tenant: str, region: RegionRows | None, state: ClientState
     ) -> None:
         self._groups = groups
         self._tenants = tenants
         self._tenant = tenant
-        self._claims = claims
+        self._region = region
         self._state = state
 
     def keys(self, keys: Sequence[bytes], value_bytes: int | None, tenant: str | None) -> list[list[OffloadKey]]:
@@ -90,7 +90,7 @@ class Arguments:
             else:
                 known.parts.append(parts)
                 known.places.append(place)
-        return [self._claimed(value) for value in values.values()]
+        return [self._located(value) for value in values.values()]
 
     def _whose(self, tenant: str | None, values: int) -> str | None:
         """Return the tenant of a call, "" for none; None for one that may not be: its values are refused."""
@@ -100,11 +100,11 @@ class Arguments:
             self._state.refuse(f"a call: {error}", values)
             return None
 
-    def _claimed(self, value: Value) -> Value:
+    def _located(self, value: Value) -> Value:
         """Return a value with where it lies in the region, if it does, and has one place in its call."""
-        if self._claims is None or len(value.places) > 1:
+        if self._region is None or len(value.places) > 1:
             return value
-        return value._replace(claimed=self._claims.parts_of(value.parts[0]))
+        return value._replace(in_region=self._region.parts_of(value.parts[0]))
 
     def _lengths(self) -> str:
         return f"{', '.join(map(str, self._groups))} bytes"

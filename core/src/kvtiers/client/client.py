@@ -84,7 +84,7 @@ class Client:
         self._tier_stats = tier_stats
         self._close = close
         self._state = ClientState()
-        self._arguments = Arguments(groups, tenants, tenant, rows.claims, self._state)
+        self._arguments = Arguments(groups, tenants, tenant, rows.in_region, self._state)
         self._pieces = Pieces(driver, rows, self._state)
         self.region: memoryview = rows.region
         """Memory for the caller that tier hosts map, so that values in it pass no bounce row.
@@ -120,20 +120,15 @@ class Client:
         views: Sequence[Views],
         timeout: float | None = None,
         *,
-        in_place: bool = False,
         tenant: str | None = None,
     ) -> list[bool]:
         """Fill ``views[i]`` with the value of ``keys[i]``, where a tier has it; return for each whether it is there.
 
         The tiers are asked in the config's order. Views of values that were not found keep what they held, but those
-        of a GPU that fails. Nothing is written to any of them after the call.
-
-        ``in_place``: values whose views lie in ``region`` may be read straight there, without a copy, by a store that
-        can (``SupportsBatch``, a value a call); then views of values that were not found may hold anything. As the
-        memory is the caller's again when the call ends, a store that still reads into it then costs its tier host,
-        which is killed: for calls with time enough. The call ends when the kernel has ended that process.
+        of a GPU that fails, and those in ``region`` that a tier host was filling when it ended. Nothing is written to
+        any of them after the call.
         """
-        found = self._never_raises(self._get, keys, views, timeout, tenant, in_place)
+        found = self._never_raises(self._get, keys, views, timeout, tenant)
         return found if found is not None else [False] * _count(keys)
 
     def prefetch(
@@ -272,7 +267,6 @@ class Client:
         views: Sequence[Views],
         timeout: float | None,
         tenant: str | None,
-        in_place: bool,
     ) -> list[bool]:
         until = self._until(timeout)
         values = self._arguments.values(keys, views, tenant, writable=True)
@@ -280,7 +274,7 @@ class Client:
         if self._state.is_usable and not self._pieces.settle(values, until):
             return found
         todo = self._pieces.cut(values)
-        with closing(self._pieces.moved(Get, todo, until, in_place=in_place)) as pieces:
+        with closing(self._pieces.moved(Get, todo, until)) as pieces:
             for some, request in pieces:
                 self._pieces.scatter(some, request, found)
         self._state.count(gets=1, get_values=len(keys), found_values=sum(found))

@@ -7,19 +7,29 @@ tier host sends. Tiers that run on threads of this process have no descriptor to
 import contextlib
 import itertools
 import logging
+import math
 import os
 import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvtiers._failures import logged_boundary
 from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.client.requests import Request, Transfer
 from kvtiers.client.rows import RowLease
-from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, TierEvent, good_keys, is_of, moved
+from kvtiers.secondary.tier_jobs import (
+    JobFailed,
+    JobReleased,
+    JobStarted,
+    TierEvent,
+    good_keys,
+    is_of,
+    landed_keys,
+    moved,
+)
 from kvtiers.tiering.engine_side import EventSide
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import OffloadEvent, RequestContext
@@ -32,13 +42,18 @@ _POLL_SECONDS = 0.0005  # of tiers without a descriptor, while something of thei
 _AWAKE_SECONDS = 0.005  # the longest sleep while something is in flight: deadlines, hosts that are being started
 _UNUSABLE_SECONDS = 0.25  # how often a tier is looked at that is not usable, while nothing is in flight
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
+_DETACH_SECONDS = 0.15  # for a tier host to say that it does not write into a call's memory any more
+_IN_USE = "the time of a call is over, and it has not given the call's memory back"
 _LAST_SECONDS = 5.0  # for the thread to end; nothing that it calls waits
 _CONTEXT = RequestContext("")
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A job in flight. ``leases``: its request's, which it holds. ``since``: it was submitted, or has started."""
+    """A job in flight. ``leases``: its request's, which it holds. ``since``: it was submitted, or has started.
+
+    ``kill_at``: it is to be detached from its memory by then, else its host is killed; None: it may keep it.
+    """
 
     job: TransferJob
     slot: TierSlot
@@ -47,6 +62,8 @@ class _Job:
     submitted: float
     since: float
     is_abandoned: bool = False
+    is_detached: bool = False
+    kill_at: float | None = None
 
 
 class Driver:
@@ -102,6 +119,11 @@ class Driver:
         request.end(CLOSED)
         return False
 
+    def wake(self) -> None:
+        """Have the thread make a step at once: a request was stopped."""
+        with self._life:
+            self._wake()
+
     def stop(self, timeout: float) -> None:
         """Let what is in flight end, within so many seconds, and end the thread. All requests are over then."""
         with self._life:
@@ -113,7 +135,9 @@ class Driver:
             self._thread.join(timeout + _LAST_SECONDS)
 
     def close(self) -> None:
-        """Release the descriptor, after ``stop`` and when the tiers are closed."""
+        """Release the descriptor, after ``stop`` and when the tiers are closed, so that no job uses its memory."""
+        for found in list(self._jobs.values()):
+            self._detach(found, ())
         with self._life:
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)
@@ -130,9 +154,9 @@ class Driver:
         self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey], rows: Sequence[int], *, is_load: bool
     ) -> bool:
         """Start a job on these rows of the request's leases; False: nothing has started."""
-        return self._start(
-            request, TransferJob(next(self._ids), keys, _numbers(rows), is_load, _CONTEXT), slot, slot.submit
-        )
+        parts = [request.parts.get(row, ()) for row in rows] if request.parts else ()
+        job = TransferJob(next(self._ids), keys, _numbers(rows), is_load, _CONTEXT, parts)
+        return self._start(request, job, slot, slot.submit)
 
     def delete(self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey]) -> bool:
         """Start a job that removes these keys; False: nothing has started."""
@@ -151,21 +175,10 @@ class Driver:
             self._jobs[job.job_id] = _Job(job, slot, request, leases, now, now)
             slot.metrics.running_jobs += 1
             return True
+        request.job_detached(job, ())
         request.job_is_over()
         _release(leases)
         return False
-
-    def release_jobs(self, request: Transfer) -> None:
-        """Begin nothing more of the jobs of a request whose caller has gone on."""
-        for job_id, found in list(self._jobs.items()):
-            if found.request is request:
-                found.slot.release_job(job_id)
-
-    def kill_jobs(self, request: Transfer, reason: str) -> None:
-        """End whatever still touches the rows of a request, with the processes that do."""
-        for job_id, found in list(self._jobs.items()):
-            if found.request is request:
-                found.slot.kill_job(job_id, reason)
 
     def now(self) -> float:
         """Return the time by the driver's clock."""
@@ -187,7 +200,11 @@ class Driver:
     def _is_done(self) -> bool:
         if self._stop_at is None:
             return False
-        return self._clock() >= self._stop_at or not (self._requests or self._jobs or not self._incoming.empty())
+        if not (self._requests or self._jobs or not self._incoming.empty()):
+            return True
+        late = self._clock() - self._stop_at
+        is_used = any(found.request.parts and not found.is_detached for found in self._jobs.values())
+        return late >= (_LAST_SECONDS / 2 if is_used else 0.0)
 
     def _pause(self) -> float | None:
         if self._requests or self._jobs:
@@ -203,6 +220,7 @@ class Driver:
         self._begin_new()
         for request in list(self._requests):
             self._guarded(request, request.step)
+        self._take_back()
         for slot in self.slots:
             slot.end_step()
         now = self._clock()
@@ -245,17 +263,46 @@ class Driver:
         elif isinstance(event, JobFailed):
             if found is not None:
                 found.request.error = found.request.error or f"{slot.name}: {event.error or 'failed'}"
-        elif not isinstance(event, JobReleased):
+        elif isinstance(event, JobReleased):
+            if found is not None:
+                self._detach(found, landed_keys(found.job, event))
+        else:
             if found is None or found.slot is not slot or not is_of(found.job, event):
                 slot.retire(f"it has reported job {event.job_id}, which it does not have, or keys that are not of it")
                 return
             del self._jobs[event.job_id]
             request, job, good = found.request, found.job, good_keys(found.job, event)
+            self._detach(found, good)
             request.job_is_over()
             self._count(found, event, len(good))
             self._report(found, good)
             self._guarded(request, lambda driver: request.job_ended(driver, slot, job, good))
             _release(found.leases)
+
+    def _take_back(self) -> None:
+        """Detach jobs from the region whose calls are over, or are to end; kill a host that does not answer in time.
+
+        Until it has answered, it could write into memory that its caller uses for something else by then, or store
+        what lies there.
+        """
+        now = self._clock()
+        is_ending = self._stop_at is not None and now >= self._stop_at
+        for job_id, found in list(self._jobs.items()):
+            request = found.request
+            if found.is_detached or not (request.is_stopped or (is_ending and request.parts)):
+                continue
+            if found.kill_at is None:
+                found.kill_at = now + _DETACH_SECONDS
+                found.slot.release_job(job_id)
+            elif now >= found.kill_at:
+                found.kill_at = math.inf
+                found.slot.kill_job(job_id, _IN_USE)
+
+    @staticmethod
+    def _detach(found: _Job, good: Collection[OffloadKey]) -> None:
+        if not found.is_detached:
+            found.is_detached = True
+            found.request.job_detached(found.job, good)
 
     def _count(self, ended: _Job, result: JobResult, good: int) -> None:
         """Count what a job has moved; a removal moves nothing."""

@@ -33,7 +33,7 @@ __all__ = ["client_layout", "open_client"]
 
 _log = logging.getLogger("kvtiers")
 _BOUNCE_BYTES = 256 << 20
-_LEAST_MAPPED = 256 << 10  # of a value: the copy of a shorter one costs less than a claim (benchmarks/client.py)
+_LEAST_MAPPED = 256 << 10  # of a value: the copy of a shorter one costs less (benchmarks/client.py)
 _MOST_LENGTHS = 64
 _EVENT_SECONDS = 1.0  # what a close gives the KV events that wait
 
@@ -135,16 +135,16 @@ def _memory(
 
 
 def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, region: int | CallersMemory) -> BounceRows:
-    """Return the memory of a client: so few rows and claims together that no store queue has to drop one.
+    """Return the memory of a client: so few rows, the region's included, that no store queue has to drop one.
 
-    No claims where a tier moves values in this process: it needs bounce rows.
+    The region has none where a tier moves values in this process: that needs bounce rows.
     """
     given = [tier.store_queue for tier in config.secondary if not tier.read_only]
     queues = [LEAST_STORE_QUEUE if most == "auto" else most for most in given]
     most = min([*queues, 1 << 20]) // (2 if region else 1)
     hosts_alone = all(tier.io == "process" and load_tier(tier.type).kind == "store" for tier in config.secondary)
-    claims = most if region and hosts_alone else 0
-    return BounceRows(min(bounce_bytes // row_stride, most), row_stride, region, claims)
+    in_region = most if region and hosts_alone else 0
+    return BounceRows(min(bounce_bytes // row_stride, most), row_stride, region, in_region)
 
 
 def _tiers(

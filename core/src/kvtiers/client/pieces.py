@@ -1,38 +1,32 @@
-"""The pieces of a put or a get: as many values at a time as there are rows for, or claims on the client's region.
+"""The pieces of a put or a get: as many values at a time as there are rows for, in bounce rows or in the region.
 
 ::
 
-    values --cut--> pieces --leased, gathered or claimed--> in flight --over, or late--> revoked --> rows released
+    values --cut--> pieces --leased, gathered--> in flight --over, or late--> memory taken back --> rows released
 
 The next piece is gathered while a tier host works on the one before. When the call goes on with a piece, no host writes
-into the caller's memory any more: claims on it have ended, or have been revoked.
+into the caller's memory any more: its jobs have ended, or have been detached from it.
 """
 
-import math
-import time
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 from kvtiers.client.arguments import Value
 from kvtiers.client.buffers import Bytes, gather, scatter
 from kvtiers.client.driver import Driver
-from kvtiers.client.requests import Get, Put, Task
-from kvtiers.client.rows import BounceRows, RowLease
+from kvtiers.client.requests import Get, Put
+from kvtiers.client.rows import BounceRows, RowLease, RowNumbers
 from kvtiers.client.state import ClientState
 from kvtiers.gpu.cuda.buffers import CudaBuffer
-from kvtiers.region.claims import ClaimState, ClaimTable
 
 __all__ = ["JOB_BYTES", "Pieces"]
 
 JOB_BYTES = 16 << 20
 """The most bytes of one piece in bounce rows: the next one is gathered while its host works on it."""
-_CLAIMED_BYTES = 64 << 20  # of a piece that is not gathered: its host has enough to do
+_REGION_BYTES = 64 << 20  # of a piece that is not gathered: its host has enough to do
+_REGION_PARTS = 1 << 15  # of a piece: a job's message is to be short
 _MOST_PIECES = 16  # of one call at a time
-_RELEASE_SECONDS = 0.05  # for the driver to drop what has not begun: nothing depends on it
-_REVOKE_SECONDS = 0.002  # how often a claim is tried again that a host is using
-_COPYING_SECONDS = 0.1  # for a host to end a copy into a caller's memory
-_IN_USE = "the time of a call is over, and it is still writing into the call's memory"
 _Moving = TypeVar("_Moving", Put, Get)
 
 
@@ -54,19 +48,20 @@ class Pieces:
         return False
 
     def cut(self, values: Sequence[Value]) -> deque[Sequence[Value]]:
-        """Return the pieces of a call, in each of which all values are claimed or none is."""
+        """Return the pieces of a call, in each of which all values lie in the region or none does."""
         pieces: deque[Sequence[Value]] = deque()
-        claims = self._rows.claims
-        for rows, most_bytes in ((self._rows, JOB_BYTES), (claims, _CLAIMED_BYTES)):
+        region = self._rows.in_region
+        for rows, most_bytes in ((self._rows, JOB_BYTES), (region, _REGION_BYTES)):
             if rows is None:
                 continue
-            some = [value for value in values if (value.claimed is not None) == (rows is claims)]
-            most = max(1, min(most_bytes // self._rows.row_stride, rows.count // 4))
+            some = [value for value in values if (value.in_region is not None) == (rows is region)]
+            parts = max((len(value.in_region or ()) for value in some), default=1)
+            most = max(1, min(most_bytes // self._rows.row_stride, rows.count // 4, _REGION_PARTS // max(1, parts)))
             pieces.extend(some[start : start + most] for start in range(0, len(some), most))
         return pieces
 
     def moved(
-        self, kind: type[_Moving], todo: deque[Sequence[Value]], until: float, *, in_place: bool = False
+        self, kind: type[_Moving], todo: deque[Sequence[Value]], until: float
     ) -> Generator[tuple[Sequence[Value], _Moving], None, None]:
         """Move values piece by piece; yield each when it is over, or its time is, and no host writes to it any more.
 
@@ -77,21 +72,21 @@ class Pieces:
             while todo or begun:
                 if todo and self._may_begin(kind, todo[0], len(begun)):
                     # Not waited for while this call has some rows: they may be all that there are.
-                    piece = self._begin(kind, todo, until, 0.0 if begun else until, in_place=in_place)
+                    piece = self._begin(kind, todo, until, 0.0 if begun else until)
                     if piece is not None:
-                        begun.append(piece)  # first: an interrupt must leave no claim open
+                        begun.append(piece)  # first: an interrupt must not leave it in use
                         self._driver.send(piece[1])
                         continue
                     if not begun:
                         break
                 some, request = begun[0]
                 self._state.wait(request, until)
-                self._revoke(some, request)
+                self._take_back(request)
                 yield some, request
                 begun.popleft()[1].release()
         finally:
-            for some, request in begun:
-                self._revoke(some, request)
+            for _, request in begun:
+                self._take_back(request)
                 request.release()
 
     def _may_begin(self, kind: type[_Moving], piece: Sequence[Value], begun: int) -> bool:
@@ -100,10 +95,13 @@ class Pieces:
         Rows of a get are free again when they have been scattered, in the call's order: that may take longer than
         reading. A late value needs another row as well.
         """
-        claims = self._rows.claims if piece[0].claimed is not None else None
-        rows = self._rows if claims is None else claims
+        rows = self._rows_for(piece)
         leaves_half = len(rows.free) - len(piece) >= rows.count // 2
         return not begun or (begun < _MOST_PIECES and (kind is Put or leaves_half))
+
+    def _rows_for(self, piece: Sequence[Value]) -> RowNumbers:
+        region = self._rows.in_region
+        return self._rows if region is None or piece[0].in_region is None else region
 
     def scatter(self, some: Sequence[Value], request: Get, found: list[bool]) -> None:
         """Copy what a piece has brought into its views, and note in ``found`` which values of the call are there."""
@@ -119,75 +117,41 @@ class Pieces:
             self._rows.cuda.copy(on_gpu, into_rows=False)
 
     def _begin(
-        self,
-        kind: type[_Moving],
-        todo: deque[Sequence[Value]],
-        until: float,
-        rows_until: float,
-        *,
-        in_place: bool,
+        self, kind: type[_Moving], todo: deque[Sequence[Value]], until: float, rows_until: float
     ) -> tuple[Sequence[Value], _Moving] | None:
         """Return the next piece, or as much of it as there are rows for, to be sent; None if there are none until then.
 
         The caller holds the request's rows.
         """
-        claims = self._rows.claims if todo[0][0].claimed is not None else None
         lease: RowLease | None = None
         if self._state.is_usable:
-            lease = (self._rows if claims is None else claims).take(len(todo[0]), rows_until)
+            lease = self._rows_for(todo[0]).take(len(todo[0]), rows_until)
         if lease is None:
             return None
         piece = todo.popleft()
         some, rest = piece[: len(lease.rows)], piece[len(lease.rows) :]
         if rest:
             todo.appendleft(rest)
+        parts: dict[int, Sequence[tuple[int, int]]] = {}
         on_gpu: list[tuple[CudaBuffer, Bytes]] = []
         try:
             for row, value in zip(lease.rows, some, strict=True):
-                if claims is not None:
-                    claims.table.open(row, value.claimed or (), in_place=in_place)
+                if value.in_region is not None:
+                    parts[row] = value.in_region
                 elif kind is Put:
                     on_gpu += gather(value.parts[0], self._rows.row(row, value.nbytes))
             if on_gpu:
                 self._rows.cuda.copy(on_gpu, into_rows=True)
-            request = kind([value.key for value in some], lease, until)
+            request = kind([value.key for value in some], lease, until, parts)
         except BaseException:
             lease.release()
             raise
-        if claims is not None:
+        if parts:
             self._state.count(direct_values=len(some))
         return some, request
 
-    def _revoke(self, some: Sequence[Value], request: Put | Get) -> None:
-        """End the claims of a piece, so that no host writes to its memory any more; learn what has landed there."""
-        claims = self._rows.claims
-        if claims is None or some[0].claimed is None:
-            return
-        left = dict(zip(request.lease.rows, some, strict=True))
-        states = self._ended(request, claims.table, left) if request.stop() else {}
-        if isinstance(request, Get):
-            for row, value in left.items():
-                # Also what a job has done whose result came when the request was over.
-                if value.key not in request.found and states.get(row, claims.table.state(row)) is ClaimState.LANDED:
-                    request.found[value.key] = row
-
-    def _ended(self, request: Put | Get, table: ClaimTable, rows: Collection[int]) -> dict[int, ClaimState]:
-        """Revoke these claims and return their last states; wait for a host that writes to their memory just now."""
-        # Neither task may be dropped for coming late.
-        soon = Task(lambda: self._driver.release_jobs(request), math.inf)
-        if self._driver.send(soon):
-            soon.over.wait(_RELEASE_SECONDS)
-        states: dict[int, ClaimState] = {}
-        kill_at = time.monotonic() + _COPYING_SECONDS
-        while True:
-            for row in rows:
-                if row not in states and (state := table.revoke(row)) is not None:
-                    states[row] = state
-            if len(states) == len(rows):
-                return states
-            if not request.stop():  # no host uses them any more, though one has left a lock behind
-                return states | {row: table.state(row) for row in rows if row not in states}
-            if time.monotonic() >= kill_at:
-                kill_at = math.inf
-                self._driver.send(Task(lambda: self._driver.kill_jobs(request, _IN_USE), math.inf))
-            time.sleep(_REVOKE_SECONDS)
+    def _take_back(self, request: Put | Get) -> None:
+        """Have no host write into the region for this piece any more; wait for those that do, or are being killed."""
+        if request.parts and request.stop():
+            self._driver.wake()
+            request.wait_detached()

@@ -18,8 +18,9 @@ jobs. The caller waits for ``over`` and reads the outcome; what it reads before 
 """
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol, TypeAlias
 
 from kvtiers.api import OffloadKey, TransferJob
 from kvtiers.client.rows import RowLease
@@ -30,6 +31,9 @@ __all__ = ["Delete", "Get", "Jobs", "Prefix", "Present", "Put", "Request", "Task
 
 NO_TIER = "no tier is usable"
 _CONTEXT = RequestContext("")
+Parts: TypeAlias = Sequence[tuple[int, int]]
+"""Where a value lies in the region: offset and length in bytes of each part."""
+_NO_PARTS: Mapping[int, Parts] = MappingProxyType({})
 
 
 class Jobs(Protocol):
@@ -75,40 +79,61 @@ class Request:
 class Transfer(Request):
     """A request that moves values. ``lease``: the rows of its jobs, which hold them too.
 
-    Its caller ends its own use of the rows by ``release``: no job begins on them after that.
+    Its caller ends its own use of the rows by ``release``: no job begins on them after that. ``parts``: where the
+    values of rows of the region lie, which the caller takes back by ``stop`` and ``wait_detached``.
     """
 
-    def __init__(self, lease: RowLease, until: float) -> None:
+    def __init__(self, lease: RowLease, until: float, parts: Mapping[int, Parts] = _NO_PARTS) -> None:
         super().__init__(until)
         self.lease = lease
+        self.parts = parts
         self.spares: list[RowLease] = []
         """Further rows, each lease held by the caller and by the driver."""
         self._in_flight = 0
-        self._is_stopped = False
+        self._attached = 0
+        """Jobs in flight that are not detached from their memory."""
+        self.is_stopped = False
+        """The driver is to detach its jobs from their memory, since the call is over."""
         self._is_released = False
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def stop(self) -> bool:
-        """Begin no further job; return whether one is still using the rows. The caller goes on holding them."""
+        """Begin no further job; return whether one may still use its memory. The caller goes on holding the rows."""
         with self._lock:
-            self._is_stopped = True
-            return self._in_flight > 0
+            self.is_stopped = True
+            return self._attached > 0
+
+    def wait_detached(self) -> None:
+        """Wait, after ``stop``, until no job uses its memory any more."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._attached)
 
     def job_began(self) -> list[RowLease] | None:
         """Hold all rows for a job, and return their leases; None if the caller wants no more, or has released them."""
         with self._lock:
-            if self._is_stopped or self._is_released:
+            if self.is_stopped or self._is_released:
                 return None
             self._in_flight += 1
+            self._attached += 1
             held = [self.lease, *self.spares]
             for lease in held:
                 lease.hold()
             return held
 
+    def job_detached(self, job: TransferJob, good: Collection[OffloadKey]) -> None:
+        """Count a job as detached from its memory, where the values of ``good`` have landed; once a job."""
+        with self._lock:
+            self._landed(job, good)
+            self._attached -= 1
+            self._lock.notify_all()
+
     def job_is_over(self) -> None:
-        """Count a job as ended, before its outcome is taken in."""
+        """Count a job, which is detached, as ended."""
         with self._lock:
             self._in_flight -= 1
+
+    def _landed(self, job: TransferJob, good: Collection[OffloadKey]) -> None:
+        """Record what lies in the job's memory, also when the request is over."""
 
     def add(self, spare: RowLease) -> bool:
         """Add rows with one holder; if the caller has released its own, release these and return False."""
@@ -137,8 +162,10 @@ class Transfer(Request):
 class Put(Transfer):
     """Values to store: ``keys[i]`` lies in row i of the lease. ``stored``: the keys that each tier has, by its name."""
 
-    def __init__(self, keys: Sequence[OffloadKey], lease: RowLease, until: float) -> None:
-        super().__init__(lease, until)
+    def __init__(
+        self, keys: Sequence[OffloadKey], lease: RowLease, until: float, parts: Mapping[int, Parts] = _NO_PARTS
+    ) -> None:
+        super().__init__(lease, until, parts)
         self.keys = keys
         self.stored: dict[str, Collection[OffloadKey]] = {}
         self._running = 0
@@ -203,8 +230,10 @@ class Get(Transfer):
     and the next tier fills others; whichever is first is taken.
     """
 
-    def __init__(self, keys: Sequence[OffloadKey], lease: RowLease, until: float) -> None:
-        super().__init__(lease, until)
+    def __init__(
+        self, keys: Sequence[OffloadKey], lease: RowLease, until: float, parts: Mapping[int, Parts] = _NO_PARTS
+    ) -> None:
+        super().__init__(lease, until, parts)
         self.found: dict[OffloadKey, int] = {}
         self._row_of = dict(zip(keys, lease.rows, strict=True))
         self._tier = 0
@@ -278,6 +307,14 @@ class Get(Transfer):
         self._is_loading = False
         self._left = self._unknown = [key for key in self._left if key not in self.found]
         self._wanted = []
+
+    def _landed(self, job: TransferJob, good: Collection[OffloadKey]) -> None:
+        """Record what lies in the region, whose bytes are the caller's."""
+        if self.parts:
+            landed = set(good)
+            for key, row in zip(job.keys, job.chunk_ids, strict=True):
+                if key in landed and row in self.parts:
+                    self.found.setdefault(key, row)
 
     def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
         """Record what has been loaded; ask the next tier for the other keys."""

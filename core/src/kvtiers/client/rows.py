@@ -1,20 +1,16 @@
-"""A client's shared memory: bounce rows, the claims on its caller's values, and the memory that these lie in.
+"""A client's shared memory: bounce rows, through which values of any memory pass, and the region of its caller.
 
-::
-
-    rows      a bounded number of bounce rows, through which values of any memory pass
-    claims    records of 4 KiB, each of a value in the caller's region, for one call (``region/claims.py``); their row
-              numbers follow those of the rows
-    region    the caller's, on a huge page's boundary; none where it was not asked for, or the caller has brought some
+The region lies behind the rows, on a huge page's boundary, or is memory of the caller's own. A value in it is moved
+where it lies: its job names its parts, and a row number behind those of the rows, which has no memory.
 """
 
 import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,15 +18,15 @@ from kvtiers.api import StartError
 from kvtiers.api.units import format_size
 from kvtiers.client.buffers import Bytes, Part
 from kvtiers.gpu.cuda.buffers import CudaBuffer, CudaBuffers
-from kvtiers.region.claims import RECORD_BYTES, ClaimTable
 from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, create_memfd, detach_in_children, map_memory, prefer_huge_pages
 from kvtiers.tier_set import TierRows
 
-__all__ = ["BounceRows", "CallersMemory", "Claims", "RowLease", "RowNumbers", "UnmappableMemoryError"]
+__all__ = ["BounceRows", "CallersMemory", "RegionRows", "RowLease", "RowNumbers", "UnmappableMemoryError"]
 
 _LEAST_ROWS = 2
-_MOST_CLAIMS = 4_096
+_MOST_IN_REGION = 4_096  # values in flight
+_MOST_PARTS = 255  # of a value
 _SETTLE_SECONDS = 0.05  # for enough rows for a job of some size; after that, any number will do
 _WORTH_A_JOB = 8  # so many jobs use all rows
 
@@ -172,19 +168,17 @@ def _offset_in_file(fd: int, address: int, nbytes: int) -> int:
 class BounceRows(RowNumbers):
     """Rows of ``row_stride`` bytes in a memfd, and ``region`` for the caller: so many bytes, or memory of its own.
 
-    They are in no core file. ``claims``: so many; None where there are none, or the caller has no such memory.
+    They are in no core file. ``in_region``: how many values in the region may be in flight; 0: they pass the rows.
     """
 
-    def __init__(self, count: int, row_stride: int, region: "int | CallersMemory" = 0, claims: int = 0) -> None:
+    def __init__(self, count: int, row_stride: int, region: "int | CallersMemory" = 0, in_region: int = 0) -> None:
         count = max(_LEAST_ROWS, count)
         super().__init__(0, count)
         self.row_stride = row_stride
         self.nbytes = count * row_stride
         self._callers = region if isinstance(region, CallersMemory) else None
         region_bytes = region if isinstance(region, int) else 0
-        claims = min(_MOST_CLAIMS, claims) if region else 0
-        at = _round_up(self.nbytes, RECORD_BYTES)
-        region_at = _round_up(at + claims * RECORD_BYTES, HUGE_PAGE_BYTES["2MiB"])
+        region_at = _round_up(self.nbytes, HUGE_PAGE_BYTES["2MiB"])
         self.map_bytes = region_at + _round_up(region_bytes, mmap.PAGESIZE) if region else self.nbytes
         if problem := memory_problem(self.map_bytes, option="bounce_bytes or region_bytes"):
             raise StartError(f"client: {problem}")
@@ -199,21 +193,17 @@ class BounceRows(RowNumbers):
         if self._callers is not None:
             self._callers.keep()
         self._region = slice(region_at, region_at + region_bytes)
-        self.claims: Claims | None = None
-        if claims:
-            self.claims = self._claims(at, claims)
+        self.in_region: RegionRows | None = None
+        if region and in_region:
+            self.in_region = RegionRows(self, min(_MOST_IN_REGION, in_region), self._place)
         detach_in_children(self)
 
-    def _claims(self, at: int, count: int) -> "Claims":
-        memory, own, callers = self._mapping.view, self._region, self._callers
-        place: dict[str, Any] = {"first": self.count, "at": at, "count": count}
-        region = self.region
-        table = ClaimTable(self._fd, memory, region, **place)
+    @property
+    def _place(self) -> "_RegionPlace":
+        callers, at, nbytes = self._callers, self._region.start, len(self.region)
         if callers is None:
-            place["region"] = {"fd": None, "at": own.start, "nbytes": len(region)}
-            return Claims(self, table, self._mapping.address + own.start, place)
-        place["region"] = {"fd": callers.fd, "at": callers.at, "nbytes": len(region)}
-        return Claims(self, table, callers.address, place)
+            return _RegionPlace(None, at, nbytes, self._mapping.address + at)
+        return _RegionPlace(callers.fd, callers.at, nbytes, callers.address)
 
     @property
     def fd(self) -> int:
@@ -239,8 +229,11 @@ class BounceRows(RowNumbers):
 
     def for_tiers(self, sizes: Sequence[tuple[int, int]], *, core_dumps: bool) -> TierRows:
         """Return the rows as tiers see them. ``sizes``, ``core_dumps``: as there."""
-        claims = self.claims.place if self.claims is not None else None
-        return TierRows(self.view, self.row_stride, sizes, self._fd, self.map_bytes, core_dumps, claims)
+        callers = None
+        if self.in_region is not None:
+            place = self.in_region.place
+            callers = {"fd": place.fd, "at": place.at, "nbytes": place.nbytes}
+        return TierRows(self.view, self.row_stride, sizes, self._fd, self.map_bytes, core_dumps, callers)
 
     def in_words(self) -> str:
         """Return what there is instead of a primary, for the start line."""
@@ -248,16 +241,14 @@ class BounceRows(RowNumbers):
         return f"none, but {format_size(self.nbytes)} of bounce rows{caller}"
 
     def end(self) -> None:
-        """Lease no further row, nor claim."""
+        """Lease no further row, nor one of the region's."""
         super().end()
-        if self.claims is not None:
-            self.claims.end()
+        if self.in_region is not None:
+            self.in_region.end()
 
     def close(self) -> None:
         """Release the memory, after ``end``; a call that is copying keeps it mapped until it has done so."""
         self.cuda.close()
-        if self.claims is not None:
-            self.claims.table.close()
         if self._callers is not None:
             self._callers.close()
         self._mapping.close()
@@ -272,15 +263,23 @@ class BounceRows(RowNumbers):
             self._fd = -1
 
 
-class Claims(RowNumbers):
-    """The claims on values in a caller's region, which begins at ``address``. ``place``: of the table, for hosts."""
+class _RegionPlace(NamedTuple):
+    """Where a region lies: in the file of a descriptor (None: that of the rows), and in this process's memory."""
 
-    def __init__(self, rows: BounceRows, table: ClaimTable, address: int, place: Mapping[str, Any]) -> None:
-        super().__init__(table.first, table.count)
+    fd: int | None
+    at: int
+    nbytes: int
+    address: int
+
+
+class RegionRows(RowNumbers):
+    """The row numbers of values in a caller's region: as many as may be in flight."""
+
+    def __init__(self, rows: BounceRows, count: int, place: _RegionPlace) -> None:
+        super().__init__(rows.count, count)
         self.spares = rows
-        self.table = table
         self.place = place
-        self._begin, self._end = address, address + len(table.region)
+        self._begin, self._end = place.address, place.address + place.nbytes
 
     def parts_of(self, value: Sequence[Part]) -> list[tuple[int, int]] | None:
         """Return where the parts of a value lie in the region; None unless all of them lie in the caller's region.
@@ -299,7 +298,7 @@ class Claims(RowNumbers):
             start -= self._begin
             if found and sum(found[-1]) == start:
                 found[-1] = found[-1][0], found[-1][1] + part.nbytes
-            elif len(found) == ClaimTable.MOST_PARTS:
+            elif len(found) == _MOST_PARTS:
                 return None
             else:
                 found.append((start, part.nbytes))

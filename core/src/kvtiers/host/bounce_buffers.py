@@ -3,10 +3,10 @@
 Each thread has memory for the values that it works on at a time. The seal of a value that is stored is made there, and
 the payload is written from its row; it is copied beside the seal first where the value has to lie in one place. A load
 is read there, checked, and only what is sound is copied into its row. Half a value, or a damaged one, never touches
-such a row.
+such a row. Values in a client's region are moved in the same way: their parts take the place of the row.
 
 As that copy is all that touches the row, the rows of a load that is given up can be released before its calls of the
-store have ended: its row fence (``transfer_queue.py``) lets no further value land.
+store have ended: its row fence (``row_fence.py``) lets no further value land.
 """
 
 import ctypes
@@ -36,25 +36,38 @@ def beside_rows(views: ValueViews, value_bytes: int) -> ValueViews:
     return views if views.are_beside_rows else views.derive(BounceBufferViews, value_bytes)
 
 
+_NO_MEMORY = memoryview(b"")
+
+
 class _Stage(threading.local):
-    """One thread's bounce buffers, the place of each row's value in them, and the rows whose values lie there whole."""
+    """One thread's bounce buffers, the place of each row's value in them, and the rows whose values lie there whole.
+
+    ``parts``: where a row's value lies in the client's region, if it does.
+    """
 
     memory: Mapping | None = None
     places: dict[int, int] = {}  # noqa: RUF012 -- replaced, never changed in place
+    parts: dict[int, Sequence[tuple[int, int]]] = {}  # noqa: RUF012 -- as above
     joined: frozenset[int] = frozenset()
 
 
 class BounceBufferViews(ValueViews):
-    """Views of values in memory of the calling thread."""
+    """Views of values in memory of the calling thread. ``callers``: the region of a client's caller, if it has one."""
 
     are_beside_rows = True
 
-    def __init__(self, region: memoryview, row_stride: int, value_bytes: int) -> None:
+    def __init__(self, region: memoryview, row_stride: int, value_bytes: int, callers: memoryview = _NO_MEMORY) -> None:
         super().__init__(region, row_stride)
+        self._callers = callers
         self._value_bytes = value_bytes
         self._stage = _Stage()
 
-    def begin(self, rows: Sequence[int]) -> None:
+    def close(self) -> None:
+        """Release the memory."""
+        super().close()
+        self._callers = _NO_MEMORY
+
+    def begin(self, rows: Sequence[int], parts: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
         """Give each row's value a place."""
         stage, nbytes = self._stage, len(rows) * self._value_bytes
         if stage.memory is None or stage.memory.nbytes < nbytes:
@@ -63,6 +76,7 @@ class BounceBufferViews(ValueViews):
             # A disk reads into whole stretches of memory far faster than into single pages.
             prefer_huge_pages(stage.memory)
         stage.places = {row: index * self._value_bytes for index, row in enumerate(rows)}
+        stage.parts = dict(zip(rows, parts, strict=False))
         stage.joined = frozenset()
 
     def view_count(self, row: int, payload: int) -> int:
@@ -97,21 +111,28 @@ class BounceBufferViews(ValueViews):
         return [*self._payload(row, payload), (memory, at + payload, nbytes - payload)]
 
     def _payload(self, row: int, payload: int) -> list[Place]:
-        return [(self._region, self._offset(row, payload), payload)]
+        """Return where the payload lies that is stored or loaded; IndexError if it is not all there."""
+        if not (parts := self._stage.parts.get(row)):
+            return [(self._region, self._offset(row, payload), payload)]
+        end = len(self._callers)
+        if sum(nbytes for _, nbytes in parts) != payload or not all(0 < nbytes <= end - at for at, nbytes in parts):
+            raise IndexError(f"a value of {payload} bytes does not lie in these parts of {end} bytes")
+        return [(self._callers, at, nbytes) for at, nbytes in parts]
 
     def _beside(self, row: int, nbytes: int) -> tuple[memoryview, int]:
         memory, [at] = self._places([row], [nbytes])
         return memory, at
 
-    def land(self, row: int, nbytes: int) -> bool:
-        """Copy the first ``nbytes`` of the value into the row."""
-        memory, at = self._beside(row, nbytes)
-        copy_memory(memory, at, self._region, self._offset(row, nbytes), nbytes)
-        return True
+    def land(self, row: int, payload: int) -> None:
+        """Copy the payload of the value into the row, or into its parts."""
+        memory, at = self._beside(row, payload)
+        for region, offset, nbytes in self._payload(row, payload):
+            copy_memory(memory, at, region, offset, nbytes)
+            at += nbytes
 
     def end(self, *, kept: bool) -> None:
         """Forget the places; memory that a store still holds stays allocated until it drops it."""
-        self._stage.places = {}
+        self._stage.places, self._stage.parts = {}, {}
         if kept:
             self._stage.memory = None
 

@@ -29,6 +29,7 @@ __all__ = [
     "Message",
     "Names",
     "Opened",
+    "Parts",
     "Probe",
     "Probed",
     "Release",
@@ -46,6 +47,8 @@ same, and every time that it opens its store; the engine's log is to have it onc
 
 Id: TypeAlias = Annotated[int, Meta(ge=0)]
 Row: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Parts: TypeAlias = Sequence[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(gt=0)]]]
+"""Where a value lies in the region of a client: offset and length in bytes of each part, one behind the other."""
 
 _DROPPED_AT_ONCE = 1_024  # dropping one at a time would walk over the gaps of all dropped before
 
@@ -95,6 +98,8 @@ class StoreJob(Message, tag=3, frozen=True):
 
     ``overwrites``: of a store, one byte a key; 1: written whatever is there, since what seemed to be there was not
     given. Empty for none. ``is_delete``: there are no rows, and DONE means that the value is not there any more.
+    ``parts``: of a client's job, where each value lies in the client's region; one without parts lies in its row.
+    Empty where all values do.
     """
 
     job_id: Id
@@ -103,6 +108,7 @@ class StoreJob(Message, tag=3, frozen=True):
     rows: Sequence[Row]
     overwrites: bytes = b""
     is_delete: bool = False
+    parts: Sequence[Parts] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Refuse a job whose fields contradict each other."""
@@ -111,6 +117,8 @@ class StoreJob(Message, tag=3, frozen=True):
             raise ValueError(f"job {self.job_id} has {keys} keys and {len(self.rows)} rows")
         if self.overwrites and (len(self.overwrites) != keys or self.is_load or self.is_delete):
             raise ValueError(f"job {self.job_id} has {keys} keys and {len(self.overwrites)} marks to overwrite")
+        if self.parts and (len(self.parts) != keys or self.is_delete):
+            raise ValueError(f"job {self.job_id} has {keys} keys and the parts of {len(self.parts)} values")
 
 
 class Probe(Message, tag=4, frozen=True):
@@ -134,7 +142,7 @@ class Close(Message, tag=6, frozen=True):
 
 
 class Release(Message, tag=7, frozen=True):
-    """Detach this load from its rows, if it uses bounce buffers."""
+    """Detach this job from its memory: a load that uses bounce buffers, or any job of values in a client's region."""
 
     job_id: Id
 
@@ -207,9 +215,13 @@ class LogLine(Message, tag=70, frozen=True):
 
 
 class JobReleased(Message, tag=71, frozen=True):
-    """Nothing touches the rows of a load any more, as was requested; its JobDone still follows."""
+    """Nothing writes into the memory of a job any more, as was requested; its JobDone still follows.
+
+    What a store reads there from now on it does not keep. ``statuses``: of a load, DONE for each value that has landed.
+    """
 
     job_id: Id
+    statuses: bytes
 
 
 Request: TypeAlias = Hello | Names | StoreJob | Probe | Abandon | Close | Release | Limits

@@ -30,8 +30,7 @@ from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.encryption.config import load_sources
 from kvtiers.host import wire
-from kvtiers.host.bounce_buffers import value_views
-from kvtiers.host.claimed_views import ClaimedViews
+from kvtiers.host.bounce_buffers import BounceBufferViews, value_views
 from kvtiers.host.malloc import give_back
 from kvtiers.host.messages import (
     Abandon,
@@ -57,7 +56,6 @@ from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
-from kvtiers.region.claims import ClaimTable
 from kvtiers.region.memfd import Mapping, detach_in_children, map_memory
 
 __all__ = ["TierHost"]
@@ -156,23 +154,23 @@ class TierHost:
             )
         _use_processors(hello["cpus"])
         region = hello["region"]
-        nbytes, mapped, claims = region["nbytes"], region["map_bytes"], region.get("claims")
+        nbytes, mapped = region["nbytes"], region["map_bytes"]
         core_dumps = region.get("core_dumps", False)
         self._mapping = map_memory(self._region_fd, mapped, mapped, core_dumps=core_dumps, for_children=False)
-        if not claims:  # else it stays: a claim's lock ends with the descriptor
-            os.close(self._region_fd)
-            self._region_fd = -1
+        os.close(self._region_fd)
+        self._region_fd = -1
         memory = self._mapping.view[:nbytes]
         nice = min((tier["options"]["nice"] for tier in hello["tiers"]), default=0)
         _give_way(nice)
         largest = max((value for tier in hello["tiers"] for _, value in tier["sizes"]), default=0)
         views = value_views(memory, region["row_stride"], largest)
-        claimed = None
-        if claims:
-            caller = self._callers_region(**claims.pop("region"))
-            claimed = ClaimedViews(ClaimTable(self._region_fd, self._mapping.view, caller, **claims), largest)
+        callers = None
+        if "callers" in region:
+            callers = BounceBufferViews(
+                memory, region["row_stride"], largest, self._callers_region(**region["callers"])
+            )
         for index, tier in enumerate(hello["tiers"]):
-            self._pools.append(self._open(index, tier, views, claimed, memory, region["row_stride"], nice))
+            self._pools.append(self._open(index, tier, views, callers, memory, region["row_stride"], nice))
 
     def _callers_region(self, fd: int | None, at: int, nbytes: int) -> memoryview:
         """Return the memory of a client's caller: of the mapped region, or of a descriptor of the caller's own."""
@@ -189,7 +187,7 @@ class TierHost:
         index: int,
         tier: dict[str, Any],
         views: ValueViews,
-        claimed: ClaimedViews | None,
+        callers: BounceBufferViews | None,
         memory: memoryview,
         row_stride: int,
         nice: int,
@@ -212,7 +210,7 @@ class TierHost:
             PoolOptions.of(common, sizes, os.sched_yield if nice else None),
             partial(self._emit, index),
             described=Described(tier["prefix"], tier["layout"]) if tier["layout"] else None,
-            claimed=claimed,
+            callers=callers,
             encryption=load_sources(tier["encryption"]) if "encryption" in tier else None,
         )
 

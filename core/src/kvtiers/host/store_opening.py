@@ -19,7 +19,7 @@ from kvtiers.encryption.key_source import open_file_warnings, open_keys
 from kvtiers.encryption.keys import KeyRing
 from kvtiers.encryption.seal import EncryptedSeal
 from kvtiers.encryption.tenant_keys import TenantKeyReader
-from kvtiers.host.claimed_views import ClaimedViews
+from kvtiers.host.bounce_buffers import BounceBufferViews
 from kvtiers.host.compressed_store import compressed_store
 from kvtiers.host.layout_record import LayoutRecord
 from kvtiers.host.quotas import TenantQuotas
@@ -51,7 +51,7 @@ class StoreOpener:
 
     ``encryption``: where the keys come from that values are encrypted with. ``record``: the layout record, compared
     with the store's.
-    ``claimed``: views of the values in a client's caller's memory. ``stop``: ends waits, when the pool is closed.
+    ``callers``: the views for jobs of which values lie in a client's region. ``stop``: ends waits, when closed.
     ``pauses``: between attempts to read tenants' keys, in seconds, as those to open the store.
     """
 
@@ -63,7 +63,7 @@ class StoreOpener:
         *,
         label: str,
         pauses: tuple[float, float],
-        claimed: ClaimedViews | None,
+        callers: BounceBufferViews | None,
         encryption: EncryptionConfig | None,
     ) -> None:
         self._views = views
@@ -71,7 +71,7 @@ class StoreOpener:
         self._stop = stop
         self._label = label
         self._pauses = pauses
-        self._claimed = claimed
+        self._callers = callers
         self._encryption = encryption
         self._tenant_keys: TenantKeyReader | None = None
 
@@ -104,7 +104,7 @@ class StoreOpener:
                 self._stop,
                 seal,
                 label=self._label,
-                claimed=self._claimed,
+                callers=self._callers,
                 known=known,
                 quotas=quotas,
             )

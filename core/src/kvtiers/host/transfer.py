@@ -36,17 +36,15 @@ from kvtiers.api import (
     group_of,
     tenant_of,
 )
-from kvtiers.host.bounce_buffers import beside_rows
-from kvtiers.host.claimed_views import ClaimedViews
-from kvtiers.host.messages import Status
+from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
+from kvtiers.host.messages import Parts, Status
 from kvtiers.host.presence import Presence
 from kvtiers.host.quotas import TenantQuotas
 from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, Read, StoreCalls, StoreLog
 from kvtiers.host.value_run import Moved, ValueRun
 from kvtiers.layout.borrowed_views import LentValues, Loan, ValueViews
-from kvtiers.layout.seal import PlainSeal, Seal, SealVerdict, check_parts
+from kvtiers.layout.seal import PlainSeal, Seal, SealVerdict
 from kvtiers.layout.storage_name import StorageNames, ValueName
-from kvtiers.region.claims import ClaimRevoked
 
 __all__ = ["MoverOptions", "ValueMover", "mover_options"]
 
@@ -54,7 +52,7 @@ _KEPT = (
     "kept the buffer that it was given, or something made of it (a slice, an array, an exception whose traceback has "
     "it), after its return; the row behind it is soon another value's. Copy what is kept: bytes(...)"
 )
-_CALL_OVER = "the call is over that its memory was given for"
+_DETACHED = "the call is over that its memory was given for"
 _NO_KEY = "their tenant's key cannot be read; the log says why"
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
@@ -103,7 +101,10 @@ def mover_options(
 
 
 class _Value(NamedTuple):
-    """One value of a run: its place in it, its key, what it is sealed for, its row, and its lengths there."""
+    """One value of a run: its place in it, its key, what it is sealed for, its row, and its lengths there.
+
+    ``parts``: where it lies in a client's region, if it does.
+    """
 
     place: int
     key: OffloadKey
@@ -111,6 +112,7 @@ class _Value(NamedTuple):
     row: int
     payload: int
     nbytes: int
+    parts: Parts
 
     @property
     def where(self) -> tuple[int, int, int]:
@@ -128,9 +130,9 @@ class ValueMover:
     """Moves values between rows and one store. Used by several threads at once.
 
     ``seal``: how values are named, sealed and checked. A value that has no name, since its tenant's own key cannot be
-    read, is absent, and is not written. ``label``: the tier's name in log lines. ``claimed``: views of values in a
-    client's caller's memory; row numbers from its table's first one on are theirs. ``known``: the names that the store
-    has, shared with ``quotas``, which are kept if there are some.
+    read, is absent, and is not written. ``label``: the tier's name in log lines. ``callers``: the views for jobs of which
+    values lie in a client's region. ``known``: the names that the store has, shared with ``quotas``, which are kept if
+    there are some.
     """
 
     def __init__(
@@ -142,13 +144,13 @@ class ValueMover:
         seal: Seal | None = None,
         *,
         label: str = "",
-        claimed: ClaimedViews | None = None,
+        callers: BounceBufferViews | None = None,
         known: KnownNames | None = None,
         quotas: TenantQuotas | None = None,
     ) -> None:
         self._store = store
         self._seal = seal or PlainSeal()
-        self._claimed = claimed
+        self._callers = callers
         self._options = options
         self.quotas = quotas
         self._turn = _Turn()
@@ -258,7 +260,7 @@ class ValueMover:
         """Return the values at these places, which have a name each."""
         sizes, rows, keys = self._options.sizes, run.rows, [run.keys[place] for place in places]
         return [
-            _Value(place, key, name, rows[place], *sizes[group_of(key)])
+            _Value(place, key, name, rows[place], *sizes[group_of(key)], run.parts[place] if run.parts else ())
             for place, key, name in zip(places, keys, names.value_names(keys), strict=True)
         ]
 
@@ -318,18 +320,13 @@ class ValueMover:
     def _move(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
         views = self._load_views if is_load else self._store_views
-        if self._claimed is not None and values[0].row >= self._claimed.table.first:
-            views = self._claimed
-        views.begin([value.row for value in values])
+        if run.parts and self._callers is not None:
+            views = self._callers
+        views.begin([value.row for value in values], [value.parts for value in values])
         try:
-            if not is_load:
-                return self._store_batch(moved, run, values, views)
-            if isinstance(views, ClaimedViews) and self.batch_values == 1 and self._is_in_place(values[0], views):
-                return self._load_in_place(moved, run, values[0], views)
-            return self._load_batch(moved, run, values, views)
-        except ClaimRevoked:
-            moved.error = moved.error or _CALL_OVER
-            return False
+            if is_load:
+                return self._load_batch(moved, run, values, views)
+            return self._store_batch(moved, run, values, views)
         finally:
             views.end(kept=bool(moved.kept))
 
@@ -338,6 +335,9 @@ class ValueMover:
         for value in values:
             self._seal_value(views, value)
             self._worked(value.payload)
+        if not run.fence.is_given():  # the memory may have changed meanwhile, and was sealed, or copied, as it was
+            moved.error = moved.error or _DETACHED
+            return False
         names, method = [value.name.text for value in values], self._calls.write_method
         lent = LentValues([views.places(*value.where) for value in values], readonly=True)
         statuses = self._call(
@@ -346,24 +346,20 @@ class ValueMover:
         if statuses is None:
             return False
         self._log_not_kept(moved, statuses, max(value.nbytes for value in values))
-        revoked = False
+        is_given = run.fence.is_given()
         for value, status in zip(values, statuses, strict=True):
-            if status is Status.DONE and not views.is_given(value.row):
-                # Its parts may have changed after they were hashed: what was written would be found, and fail.
+            if status is Status.DONE and not is_given and views.view_count(value.row, value.payload) > 1:
+                # Written out of memory that may have changed after it was hashed: it would be found, and fail.
                 self._missing(value.name)
                 self._delete([value.name.text])
-                revoked = True
+                moved.error = moved.error or _DETACHED
                 continue
             self._end(moved, value, status)
-        if revoked:
-            raise ClaimRevoked
-        return True
+        return is_given
 
     def _seal_value(self, views: ValueViews, value: _Value) -> None:
         """Seal a value where it lies, or beside its row, and have it lie in no more places than the store takes."""
         self._seal.seal(value.name, *views.parts(*value.where))
-        if not views.is_given(value.row):  # its parts may have changed meanwhile, and would be sealed as they are
-            raise ClaimRevoked
         if self._seal.reads_beside:
             views.set_joined(value.row)
         if views.view_count(value.row, value.payload) > self._calls.most_views:
@@ -404,7 +400,7 @@ class ValueMover:
             return self._missing(value.name)
         status = self._judged(self._seal.check(value.name, own, value.payload, read.hashed), value.name)
         self._worked(value.payload)
-        if status is Status.DONE and not run.land(lambda: views.land(value.row, value.payload)):
+        if status is Status.DONE and not run.fence.land(value.row, lambda: views.land(value.row, value.payload)):
             return Status.FAILED
         return status
 
@@ -412,39 +408,6 @@ class ValueMover:
     def _end(moved: Moved, value: _Value, status: Status) -> None:
         moved.statuses[value.place] = status
         moved.nbytes += value.nbytes if status is Status.DONE else 0
-
-    # -- loads straight into the memory of a client's caller (claims)
-
-    def _is_in_place(self, value: _Value, views: ClaimedViews) -> bool:
-        return (
-            not self._seal.reads_beside
-            and views.is_in_place(value.row, value.payload)
-            and views.view_count(value.row, value.payload) <= self._calls.most_views
-        )
-
-    def _load_in_place(self, moved: Moved, run: ValueRun, value: _Value, views: ClaimedViews) -> bool:
-        """Load one value straight into its parts, whose call cannot end before this ends, or this process."""
-        with views.table.held(value.row) as held:
-            if not held.is_open:
-                raise ClaimRevoked
-            views.table.unland(value.row)  # another tier's host may have landed it, and died
-            lent = LentValues([views.places(*value.where)], readonly=False)
-            names, method = [value.name.text], self._calls.read_method
-            found = self._call(
-                moved, run, [value], lambda: self._calls.read(names, lent.views), method, lent, is_load=True
-            )
-            if found is None:
-                held.is_kept = bool(moved.kept)
-                return False
-            status = self._missing(value.name)
-            if found[0].nbytes == value.nbytes:
-                payload, whole = views.parts(*value.where)
-                verdict = check_parts(payload, whole[value.payload :], value.name.text, value.name.layout_id)
-                status = self._judged(verdict, value.name)
-                held.has_landed = status is Status.DONE
-        self._end(moved, value, status)
-        self._worked(value.payload)
-        return True
 
     # -- calls, and what comes of them
 

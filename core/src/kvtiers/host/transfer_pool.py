@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from kvtiers._failures import logged_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, TierConfig
 from kvtiers.encryption.config import EncryptionConfig
-from kvtiers.host.claimed_views import ClaimedViews
+from kvtiers.host.bounce_buffers import BounceBufferViews
 from kvtiers.host.layout_record import LayoutRecord
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
@@ -82,8 +82,9 @@ class TransferPool:
     """Runs a store's I/O. All events go to ``emit``, which may be called from any thread and must not block.
 
     ``described``: what the fingerprint in the names was made from, written to the store with the first value.
-    ``claimed``: views of the values in a client's caller's memory. ``encryption``: where the keys come from that values
-    are encrypted with; they are read before the store is opened, and again each time that it has to be opened again.
+    ``callers``: the views for jobs of which values lie in a client's region. ``encryption``: where the keys come from
+    that values are encrypted with; they are read before the store is opened, and again each time that it has to be
+    opened again.
     """
 
     def __init__(
@@ -95,11 +96,10 @@ class TransferPool:
         emit: Callable[[Event], None],
         *,
         described: Described | None = None,
-        claimed: ClaimedViews | None = None,
+        callers: BounceBufferViews | None = None,
         encryption: EncryptionConfig | None = None,
     ) -> None:
         self._views = views
-        self._claimed = claimed
         self._names = names
         self._options = options.mover
         self._threads = options.threads
@@ -111,7 +111,7 @@ class TransferPool:
         self._record = LayoutRecord(described, label, options.mover.compression)
         self._stop = threading.Event()
         self._opener = StoreOpener(
-            views, self._record, self._stop, label=label, pauses=options.reopen, claimed=claimed, encryption=encryption
+            views, self._record, self._stop, label=label, pauses=options.reopen, callers=callers, encryption=encryption
         )
         self._queue = TransferQueue(options.threads, options.store_threads)
         self._prober = Prober(options.deadline, emit, label)
@@ -146,16 +146,14 @@ class TransferPool:
         self._drop(self._queue.abandon(job_id), "given up before it began")
 
     def release(self, job_id: int) -> None:
-        """Detach a load from its rows, if it uses bounce buffers; its JobReleased says from when on.
+        """Detach a job from its memory; its JobReleased says from when on. Nothing more of it is begun.
 
-        Of a client's jobs, those whose call is over: nothing more of it is begun.
+        Not possible, and nothing is done, with values in rows that are sealed, or read into, where they lie.
         """
-        if self._claimed is not None:
-            self.abandon(job_id)
-            return
-        job = self._queue.load(job_id)
-        if job is not None and self._views.are_beside_rows:
-            job.guard.detach(lambda: self._emit(JobReleased(job_id)))
+        job = self._queue.job(job_id)
+        if job is not None and (job.job.parts or (job.job.is_load and self._views.are_beside_rows)):
+            fence, rows = job.fence, job.job.rows
+            fence.detach(lambda: self._emit(JobReleased(job_id, fence.statuses(rows))))
             self.abandon(job_id)
 
     def set_names(self, names: StorageNames) -> None:
@@ -217,8 +215,6 @@ class TransferPool:
             free = [job for job in self._kept if all(loan.is_free() for loan in job.kept)]
             self._kept = [job for job in self._kept if job not in free]
         for job in free:
-            if self._claimed is not None:
-                self._claimed.release(job.job.rows)  # before its rows can be another call's
             self._report(job)
         return bool(self._kept)
 
@@ -346,8 +342,9 @@ class TransferPool:
             job.job.rows[wanted],
             job.started + self._deadline,
             lambda: not (job.abandoned or self._stop.is_set()),
-            job.guard.land,
+            job.fence,
             job.job.overwrites[wanted],
+            job.job.parts[wanted],
         )
         # Neither sys.exit() in a store nor a bug of ours may lose a result.
         with logged_boundary(_log, "%s: job %d", self._label, job.job.job_id, exits=True) as moving:
@@ -381,7 +378,7 @@ class TransferPool:
             self._emit(JobFailed(job.job.job_id, job.error))
 
     def _report(self, job: PoolJob) -> None:
-        job.guard.end()
+        job.fence.end()
         seconds = self._queue.busy_seconds(job, time.monotonic())
         statuses = bytes(job.statuses)
         self._emit(JobDone(job.job.job_id, statuses, job.nbytes, seconds, job.retries, job.error))

@@ -10,54 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtiers.host.messages import Status, StoreJob
+from kvtiers.host.row_fence import RowFence
 from kvtiers.host.value_run import Moved
 from kvtiers.layout.borrowed_views import LentValues, Loan
 from kvtiers.layout.storage_name import StorageNames
 
-__all__ = ["PoolJob", "RowFence", "Slice", "TransferQueue"]
-
-
-class RowFence:
-    """Guards the rows of one load; used by all threads that work on it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._landing = 0
-        self._notify: Callable[[], None] | None = None
-        self._is_over = False
-
-    def land(self, copy: Callable[[], bool]) -> bool:
-        """Copy a value into its row; False, with nothing copied, if the rows are detached, or ``copy`` says so."""
-        with self._lock:
-            if self._notify is not None:
-                return False
-            self._landing += 1
-        try:
-            return copy()
-        finally:
-            with self._lock:
-                self._landing -= 1
-                self._notify_when_free()
-
-    def detach(self, notify: Callable[[], None]) -> None:
-        """Copy nothing from now on; ``notify``, which must not block, is called when no copy is in flight any more.
-
-        It is not called if the load is over, or was detached before.
-        """
-        with self._lock:
-            if self._notify is None:
-                self._notify = notify
-                self._notify_when_free()
-
-    def end(self) -> None:
-        """End the load: its result is on its way, so ``notify`` is not called any more."""
-        with self._lock:
-            self._is_over = True
-
-    def _notify_when_free(self) -> None:
-        if self._notify is not None and not self._landing and not self._is_over:
-            self._is_over = True
-            self._notify()
+__all__ = ["PoolJob", "Slice", "TransferQueue"]
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +34,7 @@ class PoolJob:
     failed_in_use: bool = False
     """It was reported as failed, with its result still to come."""
     kept: list[Loan | LentValues] = field(default_factory=list)
-    guard: RowFence = field(default_factory=RowFence)
+    fence: RowFence = field(default_factory=RowFence)
 
     @classmethod
     def of(cls, job: StoreJob, names: StorageNames) -> "PoolJob":
@@ -210,11 +168,10 @@ class TransferQueue:
             job.abandoned = True
             return self._take_out(lambda piece: piece.of is job)
 
-    def load(self, job_id: int) -> PoolJob | None:
-        """Return a load that has not been reported yet, None if there is none."""
+    def job(self, job_id: int) -> PoolJob | None:
+        """Return a job that has not been reported yet, None if there is none."""
         with self._lock:
-            job = self._jobs.get(job_id)
-        return job if job is not None and job.job.is_load else None
+            return self._jobs.get(job_id)
 
     def take_all(self) -> list[Slice]:
         """Take all slices that have not begun; they are the caller's to finish."""

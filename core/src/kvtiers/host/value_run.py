@@ -5,31 +5,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtiers.api import OffloadKey
-from kvtiers.host.messages import Status
+from kvtiers.host.messages import Parts, Status
+from kvtiers.host.row_fence import RowFence
 from kvtiers.layout.borrowed_views import LentValues, Loan
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["Moved", "ValueRun"]
 
 
-def _land_now(copy: Callable[[], bool]) -> bool:
-    """Copy a value into its row, without a fence; False: the row is not the job's any more."""
-    return copy()
-
-
 @dataclass(frozen=True, slots=True)
 class ValueRun:
-    """Values to move: ``keys[i]`` lies in ``rows[i]``. No call begins after ``give_up_at`` or a False of ``wanted``."""
+    """Values to move: ``keys[i]`` lies in ``rows[i]``. No call begins after ``give_up_at`` or a False of ``wanted``.
+
+    ``parts[i]``: where it lies in a client's region instead, if not empty (``StoreJob.parts``).
+    """
 
     names: StorageNames
     keys: Sequence[OffloadKey]
     rows: Sequence[int]
     give_up_at: float
     wanted: Callable[[], bool] = lambda: True
-    land: Callable[[Callable[[], bool]], bool] = _land_now
-    """Copies a value from its bounce buffer into its row, unless the rows have been detached (its ``RowFence``)."""
+    fence: RowFence = field(default_factory=RowFence)
     overwrites: bytes = b""
     """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
+    parts: Sequence[Parts] = ()
 
     def is_over(self) -> bool:
         """Return whether nothing more of it is to be begun."""

@@ -1,4 +1,4 @@
-"""The wire format between the engine and a tier host, number 7: length-prefixed messages on a stream socket.
+"""The wire format between the engine and a tier host, number 8: length-prefixed messages on a stream socket.
 
 A frame is ``u32 length | u16 tier | message``, little endian; ``length`` is that of the message, ``tier`` the tier's
 place in the HELLO. The message is MessagePack: an array of a tag and fields, as ``messages.py`` declares them. What
@@ -24,7 +24,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_FORMAT = 7
+PROTOCOL_FORMAT = 8
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_REPORT_BYTES = 2**20  # of a host: a byte for each chunk of a job or a question, figures, a log line
 

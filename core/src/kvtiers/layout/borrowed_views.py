@@ -148,8 +148,8 @@ class ValueViews:
         self._region = memoryview(b"")
         self._rows = 0
 
-    def begin(self, rows: Sequence[int]) -> None:
-        """Begin work on the values of these rows."""
+    def begin(self, rows: Sequence[int], parts: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
+        """Begin work on the values of these rows. ``parts``: where they lie instead, in a client's region."""
 
     def view_count(self, row: int, payload: int) -> int:  # noqa: ARG002 -- as those where it depends on them
         """Return in how many places a value lies that is written."""
@@ -170,13 +170,8 @@ class ValueViews:
         """Return where a value lies that is written."""
         return [(self._region, self._offset(row, nbytes), nbytes)]
 
-    def is_given(self, row: int) -> bool:  # noqa: ARG002 -- a claim may be revoked
-        """Return whether the row is still the job's, so that what was read from it is its value."""
-        return True
-
-    def land(self, row: int, nbytes: int) -> bool:  # noqa: ARG002 -- as those that do something
-        """Put the first ``nbytes`` of this value into its row, if they are not there; False: it is not the job's."""
-        return True
+    def land(self, row: int, payload: int) -> None:
+        """Put the payload of this value into its row, if it is not there."""
 
     def end(self, *, kept: bool) -> None:
         """End the work; ``kept``: a store still holds a borrowed view."""

@@ -26,6 +26,7 @@ from kvtiers.host.messages import (
     Probed,
     Release,
     Status,
+    StoreJob,
 )
 from kvtiers.host.wire import ProtocolError
 from kvtiers.layout.storage_name import StorageNames
@@ -149,7 +150,7 @@ class HostClient:
         self._link.host.expected_to_end = True
 
     def release(self, job_id: int) -> None:
-        """Detach a load from its rows, if the host can."""
+        """Detach a job from its memory, if the host can."""
         with self._link.lock:
             part = self._part(job_id)
             if part is not None and self._link.send(wire.encode(self._index, Release(job_id))):
@@ -224,8 +225,8 @@ class HostClient:
                 self._take_start(job_id)
             case JobFailed(job_id):
                 self._take_failure(job_id)
-            case JobReleased(job_id):
-                self._take_release(job_id)
+            case JobReleased():
+                self._take_release(event)
             case Probed(probe_id, answers):
                 if len(answers) > self._probes.pop(probe_id, -1):
                     raise ProtocolError(f"{len(answers)} answers to question {probe_id}, which did not ask for them")
@@ -296,10 +297,11 @@ class HostClient:
         part.failed_in_use = True
         self._kill_unless_done(job_id)
 
-    def _take_release(self, job_id: int) -> None:
-        part = self._reported(job_id)
+    def _take_release(self, event: JobReleased) -> None:
+        part = self._reported(event.job_id)
         if not part.to_release or part.is_released:
-            raise ProtocolError(f"job {job_id} is reported as released, which was not asked for")
+            raise ProtocolError(f"job {event.job_id} is reported as released, which was not asked for")
+        self._check_statuses(event, part.message)
         part.is_released = True
 
     def _kill_unless_done(self, job_id: int) -> None:
@@ -307,11 +309,15 @@ class HostClient:
         if self._link.life is not None:
             self._link.launcher.kill_after(self._link.life, _overdue(job_id), self._grace)
 
+    @staticmethod
+    def _check_statuses(event: JobDone | JobReleased, job: StoreJob) -> None:
+        if len(event.statuses) != len(job.keys) or not _ENDS[job.is_load].issuperset(event.statuses):
+            raise ProtocolError(f"the result of job {event.job_id} does not fit its {len(job.keys)} chunks")
+
     def _take_result(self, event: JobDone) -> None:
         part = self._reported(event.job_id)
         job = part.message
-        if len(event.statuses) != len(job.keys) or not _ENDS[job.is_load].issuperset(event.statuses):
-            raise ProtocolError(f"the result of job {event.job_id} does not fit its {len(job.keys)} chunks")
+        self._check_statuses(event, job)
         if not (math.isfinite(event.seconds) and event.seconds >= 0):
             raise ProtocolError(f"job {event.job_id} took {event.seconds} seconds")
         part.has_ended = True

@@ -9,7 +9,7 @@ a job is       when
 =============  ==================================================================================
 started        its first part is
 failed in use  a part has failed, and no other can still succeed; until then its request waits
-released       nothing touches the rows of any part
+released       nothing writes into the memory of any part
 done           all parts are: a status for each value, in the job's order
 =============  ==================================================================================
 
@@ -73,7 +73,7 @@ class StoreBackend(Protocol):
         """Log nothing of a host that has to be killed from now on: jobs were dropped, since the engine ends."""
 
     def release(self, job_id: int) -> None:
-        """Detach a load from its rows, if possible: its JobReleased then comes although its calls are still running."""
+        """Detach a job from its memory, if possible: its JobReleased then comes although its calls still run."""
 
     def flush(self) -> None:
         """Send what was collected since the last call."""
@@ -175,15 +175,15 @@ class HostPool:
                 host.backend.abandon(job_id)
 
     def release(self, job_id: int) -> None:
-        """Detach a load from its rows in each host that still has a part, if the host can."""
+        """Detach the job from its memory in each host that still has a part, if the host can."""
         for host in self._hosts:
             if job_id in host.backend.parts:
                 host.backend.release(job_id)
 
     def kill(self, job_id: int, reason: str) -> None:
-        """Kill each host that still has a part of the job, so that nothing touches its rows soon."""
+        """Kill each host that has not released its part of the job, so that nothing touches its memory soon."""
         for host in self._hosts:
-            if job_id in host.backend.parts:
+            if (part := host.backend.parts.get(job_id)) is not None and not part.is_released:
                 host.backend.restart(reason)
 
     # -- questions, names, and the step
@@ -347,6 +347,7 @@ class HostPool:
             job.error = job.error or event.error
         else:
             part.is_released = True
+            job.take_statuses(part, event.statuses)
         self._report(job)
 
     def _report(self, job: InflightJob) -> None:
@@ -356,7 +357,7 @@ class HostPool:
             self._events.append((job, JobFailed(job.job.job_id, job.error)))
         if not job.is_released and all(part.is_released for part in job.parts):
             job.is_released = True
-            self._events.append((job, JobReleased(job.job.job_id)))
+            self._events.append((job, JobReleased(job.job.job_id, bytes(job.statuses))))
 
     def _take_opening(self, host: PooledHost, event: Opened) -> None:
         error = event.error

@@ -87,7 +87,7 @@ class InProcessBackend:
         """Do nothing: there is no process to be killed."""
 
     def release(self, job_id: int) -> None:
-        """Detach a load from its rows, if it uses bounce buffers."""
+        """Detach a job from its memory, if it can be."""
         self._pool.release(job_id)
 
     def flush(self) -> None:

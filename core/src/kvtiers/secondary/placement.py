@@ -38,8 +38,8 @@ _PROCESSORS_A_WRITER = 2
 class HostedRegion:
     """The parameters with which a host maps the region; ``sizes[g]``: payload and value bytes of group g.
 
-    ``claims``: where a client's claims lie in it (the arguments of ``ClaimTable``), and its ``region``: a descriptor,
-    or None for this one, and where in it.
+    ``callers``: the region of a client's caller, if there is one: a descriptor (``fd``; None: this one), and where it
+    lies in it (``at``, ``nbytes``).
     """
 
     fd: int
@@ -48,7 +48,7 @@ class HostedRegion:
     row_stride: int
     sizes: Sequence[tuple[int, int]]
     core_dumps: bool = False
-    claims: Mapping[str, Any] | None = None
+    callers: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class TierHosts:
         self._namespace = namespace
         self._names = names
         self._logs = LogThread()
-        callers_fd = region.claims["region"]["fd"] if region.claims else None
+        callers_fd = region.callers["fd"] if region.callers else None
         self._launcher = HostLauncher(region.fd, self._logs.post, () if callers_fd is None else (callers_fd,))
         self._hosts: dict[tuple[bool, str], _Host] = {}
 
@@ -176,8 +176,8 @@ class TierHosts:
         }
         if region.core_dumps:
             mapped["core_dumps"] = True
-        if region.claims:
-            mapped["claims"] = dict(region.claims)
+        if region.callers:
+            mapped["callers"] = dict(region.callers)
         tiers = [
             {
                 "name": config.tier_name,

@@ -146,9 +146,9 @@ class ChunkStoreTier(EventTier):
             self._hosts.abandon(job_id)
 
     def release_job(self, job_id: int) -> None:
-        """Detach a load that takes too long for its request from its rows; not a failure of the store.
+        """Detach a job that takes too long for its request from its memory; not a failure of the store.
 
-        A JobReleased follows when its rows are free, if that comes before its result.
+        A JobReleased follows when nothing writes there any more, if that comes before its result.
         """
         if (job := self._hosts.job(job_id)) is not None:
             job.to_release = True

@@ -7,7 +7,7 @@ event            the job
 ===============  =====================================================================================
 ``JobStarted``   has begun; without this event it counts as begun when it was submitted
 ``JobFailed``    has failed in use: its requests go on at once, its rows are not free yet
-``JobReleased``  is a load whose rows are free already
+``JobReleased``  was to be detached from its memory, and is
 ``JobResult``    has ended, and its rows are free; the one event that each job has
 ===============  =====================================================================================
 
@@ -42,6 +42,7 @@ __all__ = [
     "TierEvent",
     "good_keys",
     "is_of",
+    "landed_keys",
     "moved",
     "not_done",
     "poll_getters",
@@ -101,6 +102,11 @@ def good_keys(job: TransferJob, result: JobResult) -> Sequence[OffloadKey]:
     return job.keys if len(named) == len(job.keys) else [key for key in job.keys if key in named]
 
 
+def landed_keys(job: TransferJob, event: JobReleased) -> Sequence[OffloadKey]:
+    """Return the keys of a load whose values had landed when it was detached from its memory."""
+    return [key for key, status in zip(job.keys, event.statuses, strict=False) if status in _GOOD]
+
+
 def without(keys: Sequence[OffloadKey], some: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
     """Return the keys that are not among ``some``, all of which are among them."""
     if len(keys) == len(some):
@@ -158,7 +164,7 @@ class InflightJob:
     parts: list["JobPart"] = field(default_factory=list)
     """Those that have not ended; the fields below sum up those that have."""
     statuses: bytes | bytearray = b""
-    """A Status for each of ``keys``, once a part has ended; FAILED for those that have not."""
+    """A Status for each of ``keys``, once a part has ended or is released; FAILED where nothing is known yet."""
     is_started: bool = False
     failed_in_use: bool = False
     to_release: bool = False
@@ -185,17 +191,21 @@ class InflightJob:
         job, keys, end = self.job, self.keys, start + count
         if count < len(keys):
             keys, overwrites = keys[start:end], overwrites[start:end]
-        rows = job.chunk_ids[start:end].tolist()
-        return StoreJob(job.job_id, job.is_promotion, keys, rows, overwrites, self.is_delete)
+        rows, parts = job.chunk_ids[start:end].tolist(), job.parts[start:end]
+        return StoreJob(job.job_id, job.is_promotion, keys, rows, overwrites, self.is_delete, parts)
+
+    def take_statuses(self, part: "JobPart", statuses: bytes) -> None:
+        """Record what has become of a part's values, as far as it is known."""
+        if len(part.message.keys) == len(self.keys):
+            self.statuses = statuses
+        else:
+            merged = self.statuses = bytearray(self.statuses or _FAILED * len(self.keys))
+            merged[part.start : part.start + len(part.message.keys)] = statuses
 
     def end_part(self, part: "JobPart", event: JobDone) -> bool:
         """Add a part's outcome; return whether it was the last part."""
         self.parts.remove(part)
-        if len(part.message.keys) == len(self.keys):
-            self.statuses = event.statuses
-        else:
-            statuses = self.statuses = bytearray(self.statuses or _FAILED * len(self.keys))
-            statuses[part.start : part.start + len(part.message.keys)] = event.statuses
+        self.take_statuses(part, event.statuses)
         self.nbytes += event.nbytes
         values = len(part.message.keys)
         self.ended_values += values

@@ -74,7 +74,7 @@ class CanDetach(Protocol):
     """A tier whose jobs can be ended early."""
 
     def release_job(self, job_id: int) -> None:
-        """Begin nothing more of a job whose request is over; not a failure of the tier."""
+        """Detach a job whose request is over from its memory, if possible; not a failure of the tier."""
 
     def kill_job(self, job_id: int, reason: str) -> None:
         """End whatever still touches the rows of a job, and all that is in its process."""
@@ -182,7 +182,7 @@ class TierSlot:
         self._do(self.tier.abandon_job, job_id)
 
     def release_job(self, job_id: int) -> None:
-        """Begin nothing more of a job whose request is over."""
+        """Detach a job whose request is over from its memory, if the tier can: a JobReleased says so."""
         if isinstance(self.tier, CanDetach):
             self._do(self.tier.release_job, job_id)
 

@@ -56,7 +56,7 @@ def test_what_is_sent_is_recorded_before_another_thread_can_take_the_answer(ends
     ends.poll(until=JobDone)
     and_answer(JobStarted(2))
     assert ends.tiers[0].send_job(load(2, keys))
-    and_answer(JobReleased(2))
+    and_answer(JobReleased(2, bytes([FAILED] * 4)))
     ends.tiers[0].release(2)
     ends.poll(until=JobReleased)
     and_answer(Probed(7, bytes(4)))
@@ -166,7 +166,7 @@ ABOUT_NOTHING = {
     "the start of no job": wire.encode(0, JobStarted(99)),
     "the failure of no job": wire.encode(0, JobFailed(99, "?")),
     "an answer to no question": wire.encode(0, Probed(99, b"")),
-    "rows released that were not in use": wire.encode(0, JobReleased(1)),
+    "rows released that were not in use": wire.encode(0, JobReleased(1, bytes([FAILED] * 4))),
 }
 
 
