@@ -36,7 +36,6 @@ __all__ = [
     "PlainSeal",
     "Seal",
     "SealVerdict",
-    "check_parts",
     "check_value",
     "read_seal",
     "seal_format",
@@ -138,22 +137,15 @@ def check_value(
 
     Reads the payload once, or not at all where ``hashed`` is its hash (``PayloadHash.digest``).
     """
-    return check_parts([value[:payload_bytes]], value[payload_bytes:], name, layout_id, hashed)
-
-
-def check_parts(
-    payload: Sequence[memoryview], rest: memoryview, name: str, layout_id: bytes, hashed: bytes | None = None
-) -> SealVerdict:
-    """Do ``check_value`` for a payload that lies in several parts, and what follows it in its value."""
-    magic, number, length, payload_bytes, layout, digest = _SEAL.unpack_from(rest, len(rest) - SEAL_BYTES)
+    rest = value[payload_bytes:]
+    magic, number, length, stated_bytes, layout, digest = _SEAL.unpack_from(rest, len(rest) - SEAL_BYTES)
     if magic != _MAGIC:
         return SealVerdict.CORRUPT
     if number != SEAL_FORMAT or layout != layout_id:
         return SealVerdict.FOREIGN
-    found_bytes = sum(map(len, payload))
-    if length != found_bytes + len(rest) or payload_bytes != found_bytes:
+    if length != len(value) or stated_bytes != payload_bytes:
         return SealVerdict.CORRUPT
-    found = _digest(payload, name) if hashed is None else hashed
+    found = _digest([value[:payload_bytes]], name) if hashed is None else hashed
     return SealVerdict.OK if found == digest else SealVerdict.CORRUPT
 
 
