@@ -130,9 +130,9 @@ class ValueMover:
     """Moves values between rows and one store. Used by several threads at once.
 
     ``seal``: how values are named, sealed and checked. A value that has no name, since its tenant's own key cannot be
-    read, is absent, and is not written. ``label``: the tier's name in log lines. ``callers``: the views for jobs of which
-    values lie in a client's region. ``known``: the names that the store has, shared with ``quotas``, which are kept if
-    there are some.
+    read, is absent, and is not written. ``label``: the tier's name in log lines. ``callers``: the views for jobs of
+    which values lie in a client's region. ``known``: the names that the store has, shared with ``quotas``, which are
+    kept if there are some.
     """
 
     def __init__(
