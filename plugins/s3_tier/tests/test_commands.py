@@ -1,4 +1,4 @@
-"""``kvtiers`` and ``kvtiers-s3`` as people run them, on Ceph's gateway."""
+"""``kvtiers`` and ``kvtiers-s3``, on Ceph's gateway."""
 
 import json
 
