@@ -21,7 +21,7 @@ LLAMA_31_8B = {
 
 def warnings(result):
     """Return the lines on stderr that are no progress, which a busy machine takes long enough to show."""
-    return [line for line in result.stderr.splitlines() if not re.match(r"\d+ cases ", line)]
+    return [line for line in result.stderr.splitlines() if not re.match(r"\d+ cases\b", line)]
 
 
 def trace_lines(requests: int) -> str:
