@@ -31,7 +31,7 @@ import numpy.typing as npt
 from lib.results import WAYS, at_least, middle_share, options_of, say
 
 import kvtiers
-from kvtiers import BlockSpec, CacheLayout, KVGroup, KVTensor, ModelIdentity, RequestContext, open_client
+from kvtiers import BlockSpec, CacheLayout, KVGroup, KVTensor, ModelIdentity, PromptGroup, RequestContext, open_client
 from kvtiers.api import ChunkStore, TransferJob, make_offload_key
 from kvtiers.api.units import format_size
 from kvtiers.config import load_config
@@ -109,8 +109,8 @@ class StackLane:
         request, wanted = RequestContext(str(next(self._numbers))), [make_offload_key(key, 0) for key in keys]
 
         def landed() -> bool:
-            hits = self._manager.lookup_prefix(wanted, request)
-            return not (hits.pending or hits.unresolved) and hits.ready == len(wanted)
+            hits = self._manager.reach([PromptGroup(wanted)], request).in_chunks(self._manager.tokens_per_chunk[0])
+            return not hits.waits and hits.ready == len(wanted)
 
         self._until(landed)
         plan = self._manager.prepare_load(wanted, request)

@@ -24,7 +24,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from lib.results import at_least, at_most, say
 
-from kvtiers import CacheLayout, KVGroup, KVTensor, ModelIdentity, RequestContext, open_manager, open_worker
+from kvtiers import (
+    CacheLayout,
+    KVGroup,
+    KVTensor,
+    ModelIdentity,
+    PromptGroup,
+    RequestContext,
+    open_manager,
+    open_worker,
+)
 from kvtiers.api import OffloadKey, make_offload_key
 from kvtiers.layout.seal import seal_value
 from kvtiers.layout.storage_name import StorageNames
@@ -114,8 +123,8 @@ class Engine:
             for context, keys in list(waiting):
                 if room <= 0:
                     break
-                hits = manager.lookup_prefix(keys, context)
-                if hits.pending or hits.unresolved:
+                hits = manager.reach([PromptGroup(keys)], context).in_chunks(manager.tokens_per_chunk[0])
+                if hits.waits:
                     continue
                 if hits.ready:
                     plan = manager.prepare_load(keys[: hits.ready], context)

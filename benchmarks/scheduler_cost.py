@@ -15,7 +15,7 @@ by more than the goal. Less often would mean to evict by what a run was worth so
 Besides: a look-up of a long prefix, an idle step, and the same life with real tiers: behind core's sealing threads, and
 in two host processes.
 
-A look-up of a long prefix is all calls of ``lookup_prefix`` that one request makes until its answer is not
+A look-up of a long prefix is all calls of ``reach`` that one request makes until its answer is not
 ``unresolved``: one call reserves 448 chunks at most, or 1,536 while there are other prompts to compute, as here; so a
 prefix that the tiers have is walked in several steps. Its loads are in flight meanwhile, as those of a real tier are
 for a few steps. The engine's thread waits for one call at a time, so the goal is about the longest of them; beside it
@@ -46,6 +46,7 @@ from kvtiers.tiering.engine_side import TraceSide, Watchers
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers.types import PromptGroup
 
 STEP_SECONDS = 0.002  # shorter than any engine's step, so that more steps than in an engine's life are in the figures
 SIZES = (1_024, 102_400)
@@ -219,11 +220,11 @@ def lookup_seconds(
     unresolved = True
     while unresolved:
         begin = time.thread_time()
-        hits = manager.lookup_prefix(keys, ctx)
+        hits = manager.reach([PromptGroup(keys)], ctx).in_chunks(manager.tokens_per_chunk[0])
         seconds.append(time.thread_time() - begin)
         unresolved = hits.unresolved
         manager.on_schedule_end(prefill_tokens=512, prefill_seconds=512 * SECONDS_PER_TOKEN)
-    assert hits.chunks == expected, hits
+    assert hits.tokens == expected, hits
     for tier in tiers:
         tier.hold = False
         tier.fail_held()
@@ -282,7 +283,7 @@ def goals(results: dict[str, Any]) -> list[dict[str, Any]]:
                 goal(f"a chunk's life, {policy}, {size:,} resident, as a share of vLLM's", life / peer, GOAL_SHARE)
         goal(f"a chunk's life, {policy}, {SIZES[1]:,} resident against {SIZES[0]:,}", large / small, GOAL_GROWTH)
     for name, taken in results["prefix_lookup"].items():
-        goal(f"lookup_prefix of {PREFIX:,} chunks, {name}, the longest call, ms", taken["longest_ms"], GOAL_PREFIX_MS)
+        goal(f"reach of {PREFIX:,} chunks, {name}, the longest call, ms", taken["longest_ms"], GOAL_PREFIX_MS)
     for name, microseconds in results["idle_step_us"].items():
         goal(f"idle step, two tiers {name}, us", microseconds, GOAL_IDLE_US)
     return found
@@ -298,7 +299,7 @@ def report(results: dict[str, Any]) -> None:
     for name, taken in results["prefix_lookup"].items():
         calls = f"{taken['calls']:.0f} calls, each in a step of its own" if taken["calls"] > 1 else "1 call"
         print(
-            f"lookup_prefix of {PREFIX:,} chunks, {name}: {taken['sum_ms']:.2f} ms in {calls}, "
+            f"reach of {PREFIX:,} chunks, {name}: {taken['sum_ms']:.2f} ms in {calls}, "
             f"the longest {taken['longest_ms']:.2f} ms"
         )
         if taken["sum_ms"] > GOAL_PREFIX_MS:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 import kvtiers
-from kvtiers import BlockSpec, CacheLayout, KVGroup, KVTensor, ModelIdentity, RequestContext
+from kvtiers import BlockSpec, CacheLayout, KVGroup, KVTensor, ModelIdentity, PromptGroup, RequestContext
 from kvtiers.api import ConfigError, make_offload_key
 
 TOKENS_PER_BLOCK, PAGE_BYTES, NUM_BLOCKS = 16, 8192, 64
@@ -57,10 +57,10 @@ class Engine:
         context, keys = RequestContext(request_id), keys_of(tokens)
         blocks = np.arange(len(keys))
         with self.manager.lock:
-            hits = self.manager.lookup_prefix(keys, context)
-            while hits.pending or hits.unresolved:  # a real engine serves other requests meanwhile
+            hits = self.manager.reach([PromptGroup(keys)], context).in_chunks(self.manager.tokens_per_chunk[0])
+            while hits.waits:  # a real engine serves other requests meanwhile
                 self.manager.on_schedule_end()
-                hits = self.manager.lookup_prefix(keys, context)
+                hits = self.manager.reach([PromptGroup(keys)], context).in_chunks(self.manager.tokens_per_chunk[0])
             if hits.ready and (load := self.manager.prepare_load(keys[: hits.ready], context)):
                 spec = BlockSpec(blocks[: hits.ready], (hits.ready,), (0,))
                 self.manager.complete_load(load, self.copied(self.worker.submit_load, load.chunk_ids, spec))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 BATCH = 64  # chunks a request
 BLOCK = 50  # rounds of one manager before it is another's turn: some times as many as any policy gathers work for
@@ -44,11 +44,11 @@ class OurLife:
         manager = self.manager
         ctx = self.request()
         timed("end", lambda: manager.on_new_request(ctx))
-        hits = timed("miss", lambda: manager.lookup_prefix(keys, ctx))
-        while hits.pending or hits.unresolved:  # a tier has to ask elsewhere
+        hits = timed("miss", lambda: manager.reach([PromptGroup(keys)], ctx).in_chunks(manager.tokens_per_chunk[0]))
+        while hits.waits:  # a tier has to ask elsewhere
             self.step(timed)
             time.sleep(self.pause)
-            hits = timed("miss", lambda: manager.lookup_prefix(keys, ctx))
+            hits = timed("miss", lambda: manager.reach([PromptGroup(keys)], ctx).in_chunks(manager.tokens_per_chunk[0]))
         plan = timed("store", lambda: manager.prepare_store(keys, ctx))
         timed("store", lambda: manager.complete_store(plan))
         self.step(timed)
@@ -86,7 +86,7 @@ class OurLife:
             self.stored.pop()
         ctx = self.request()
         timed("end", lambda: manager.on_new_request(ctx))
-        timed("hit", lambda: manager.lookup_prefix(keys, ctx))
+        timed("hit", lambda: manager.reach([PromptGroup(keys)], ctx).in_chunks(manager.tokens_per_chunk[0]))
         return ctx, keys
 
 

@@ -32,7 +32,7 @@ from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 __all__ = ["CHUNK_BYTES", "CHUNK_TOKENS", "Arrival", "Outcome", "Scene", "Tier", "play"]
 
@@ -111,7 +111,10 @@ class _PlayedTier(SecondaryTierManager):
 
     def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
         del context
-        if self._clock() < self._asked_at.setdefault(keys[0], self._clock()) + self._tier.answer:
+        if keys[0] not in self._asked_at:  # one question is about all of them
+            for key in keys:
+                self._asked_at.setdefault(key, self._clock())
+        if self._clock() < self._asked_at[keys[0]] + self._tier.answer:
             return [LookupResult.RETRY]
         return [LookupResult.HIT if key in self.there else LookupResult.MISS for key in keys]
 
@@ -289,18 +292,10 @@ class _Engine:
 
     def _found(self, manager: TieringManager, request: _Request) -> int | None:
         """Return how many chunks of a prompt can be loaded; None: it is not known yet, or they are on their way."""
-        hits = manager.lookup_prefix(request.keys[0], request.context)
-        end, waits = hits.chunks, bool(hits.pending or hits.unresolved)
-        for window, keys in zip(self.scene.windows, request.keys[1:], strict=True):
-            while end:
-                some = manager.lookup_window(keys[max(0, end - window) : end], request.context)
-                if some.unresolved:
-                    return None
-                if some.chunks == min(window, end):
-                    waits = waits or some.pending > 0
-                    break
-                end = max(0, end - window) + some.chunks
-        return None if waits and (end or hits.unresolved) else end
+        windows = (0, *(window * CHUNK_TOKENS for window in self.scene.windows))
+        groups = [PromptGroup(keys, window) for keys, window in zip(request.keys, windows, strict=True)]
+        reach = manager.reach(groups, request.context)
+        return None if reach.waits else reach.tokens // CHUNK_TOKENS
 
 
 def play(scene: Scene, way: str) -> Outcome:

@@ -17,7 +17,7 @@ from rigs.busy_loop import STEP_SECONDS
 import kvtiers
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 VALUE_BYTES = 2 << 20
 REGION_ROWS = 512
@@ -161,8 +161,8 @@ class Traffic:
             yield
 
     def _has_landed(self, run: Sequence[bytes], context: RequestContext) -> bool:
-        hits = self.manager.lookup_prefix(run, context)
-        if hits.pending or hits.unresolved:
+        hits = self.manager.reach([PromptGroup(run)], context).in_chunks(self.manager.tokens_per_chunk[0])
+        if hits.waits:
             return False
         if hits.ready:
             plan = self.manager.prepare_load(run[: hits.ready], context)

@@ -28,7 +28,7 @@ import kvtiers
 from kvtiers.api import make_offload_key
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD, PAGE, SEAL = 9_000, 4_096, 64
@@ -331,8 +331,10 @@ class Engine:
 
         def ask():
             for key in requests.keys() - answers.keys():
-                hits = self.manager.lookup_prefix([key], requests[key])
-                if not (hits.pending or hits.unresolved):
+                hits = self.manager.reach([PromptGroup([key])], requests[key]).in_chunks(
+                    self.manager.tokens_per_chunk[0]
+                )
+                if not hits.waits:
                     answers[key] = hits.ready
             return len(answers) == len(requests)
 

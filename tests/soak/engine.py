@@ -17,7 +17,7 @@ import numpy as np
 import kvtiers
 from kvtiers.api import make_offload_key
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 PAYLOAD, VALUE = 65_000, 65_536
 DOCUMENTS, LONGEST = 60, 8
@@ -91,10 +91,11 @@ class Soak:
         """Do one thing for a request; True when it is over."""
         ctx, wanted, _ = request
         request[2] += 1
-        hits = self.thread.call(self.manager.lookup_prefix, wanted, ctx)
-        if (hits.pending or hits.unresolved) and request[2] < PATIENCE_STEPS:
+        reach = self.thread.call(self.manager.reach, [PromptGroup(wanted)], ctx)
+        hits = reach.in_chunks(self.manager.tokens_per_chunk[0])
+        if hits.waits and request[2] < PATIENCE_STEPS:
             return False
-        if hits.pending or hits.unresolved:
+        if hits.waits:
             self.counts["left"] += 1
             return True
         if hits.ready:

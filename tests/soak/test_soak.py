@@ -28,7 +28,7 @@ def run(**changed):
         "did": Counter(kill_a_host=1),
         "totals": Counter({"compared": 10} | {f"landed {kind}": 5 for kind in soak.KINDS}),
         "seconds": 300.0,
-        "worst": (0.060, "lookup_prefix"),
+        "worst": (0.060, "reach"),
         "control_worst": 0.020,
         "wrong": [],
         "stuck": [],
@@ -54,7 +54,7 @@ def test_a_soak_without_a_complaint_says_what_it_did_and_what_it_did_not(capsys)
     ("changed", "left"),
     [
         ({"wrong": [{"row": 1}]}, []),
-        ({"worst": (0.0701, "lookup_prefix")}, []),
+        ({"worst": (0.0701, "reach")}, []),
         ({"stuck": ["an engine did not end"]}, []),
         ({"totals": Counter()}, []),
         ({"totals": Counter(compared=10)}, []),
@@ -117,7 +117,9 @@ def test_a_row_with_another_byte_is_counted_and_reported(capsys):
             run.manager.on_schedule_end()
         run.store(plan)
         run.row(plan.chunk_ids[1])[64_000] ^= 1
-        assert run.manager.lookup_prefix(wanted, ctx).ready == 3
+        assert (
+            run.manager.reach([engine.PromptGroup(wanted)], ctx).in_chunks(run.manager.tokens_per_chunk[0]).ready == 3
+        )
         run.check(run.manager.prepare_load(wanted, ctx))
         assert (run.counts["compared"], run.counts["wrong"]) == (3, 1)
         assert f'"wrong": "{wanted[1].hex()}"' in capsys.readouterr().out
@@ -131,10 +133,10 @@ def test_a_call_that_never_returns_is_noticed_and_its_stack_is_shown(monkeypatch
     (tmp_path / "engine.py").write_text(
         "import faulthandler, os, signal\n"
         "faulthandler.enable()\n"
-        "def lookup_prefix():\n"
+        "def reach():\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
         "print('{}', flush=True)\n"
-        "lookup_prefix()\n"
+        "reach()\n"
     )
     monkeypatch.setattr(soak, "HERE", tmp_path)
     hung = soak.Engine({}, 60, os.environ)
@@ -149,7 +151,7 @@ def test_a_call_that_never_returns_is_noticed_and_its_stack_is_shown(monkeypatch
     assert looker.stuck == ["a call of the engine's thread has not returned for 0.5 s; its stack is below"]
     hung.process.wait(60)
     hung.end()
-    assert "in lookup_prefix" in hung.said
+    assert "in reach" in hung.said
 
 
 def test_a_mutated_load_of_a_tier_of_the_third_rung_is_a_miss_and_counted(tmp_path):

@@ -22,7 +22,7 @@ from kvtiers.config import load_config
 from kvtiers.control import CommandRefused
 from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.layout.storage_name import parse_name
-from kvtiers.types import BlockSpec, RequestContext
+from kvtiers.types import BlockSpec, PromptGroup, RequestContext
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
@@ -82,10 +82,10 @@ def found(engine):
     answers = []
 
     def answered():
-        hits = manager.lookup_prefix(KEYS[:1], context)
+        hits = manager.reach([PromptGroup(KEYS[:1])], context).in_chunks(manager.tokens_per_chunk[0])
         manager.on_schedule_end()
         answers.append(hits.ready)
-        return not (hits.pending or hits.unresolved)
+        return not hits.waits
 
     step_until(manager, answered)
     return answers[-1]
@@ -180,7 +180,10 @@ def test_a_key_that_cannot_be_had_at_the_start_is_one_line_and_the_engine_runs(d
     tiers = config(secondary=[disk], encryption={"key": {"command": ["sh", "-c", "echo no access >&2; exit 4"]}})
     with running(tiers) as (manager, _, _):
         step_until(manager, lambda: "exit status 4" in caplog.text)
-        assert manager.lookup_prefix(KEYS[:1], RequestContext("s")).chunks == 0
+        assert (
+            manager.reach([PromptGroup(KEYS[:1])], RequestContext("s")).in_chunks(manager.tokens_per_chunk[0]).tokens
+            == 0
+        )
     (line,) = {line for line in caplog.text.splitlines() if "exit status 4" in line}
     assert "fs: out of use: encryption.key.command: 'sh' failed with exit status 4: no access" in line
 

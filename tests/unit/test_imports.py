@@ -169,7 +169,7 @@ def test_the_sources_keep_the_contracts(copy: Copy):
     [
         ("kvtiers/layout/seal.py", "from kvtiers.tiering import manager", "layers, top to bottom"),
         ("kvtiers/api/keys.py", "from kvtiers import types", "layers, top to bottom"),
-        ("kvtiers/tiering/prefix_lookup.py", "from kvtiers.gpu import copy_plan", "layers, top to bottom"),
+        ("kvtiers/tiering/residency.py", "from kvtiers.gpu import copy_plan", "layers, top to bottom"),
         ("kvtiers/secondary/breaker.py", "from kvtiers.primary import tier", "layers, top to bottom"),
         ("kvtiers/layout/seal.py", "from kvtiers.region import memfd", "layers, top to bottom"),
         ("kvtiers/host/store_calls.py", "from kvtiers.secondary import breaker", "layers, top to bottom"),

@@ -21,7 +21,7 @@ from kvtiers.region.client import RegionJoin
 from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.tier_slot import TierOptions
-from kvtiers.types import BlockSpec, RequestContext
+from kvtiers.types import BlockSpec, PromptGroup, RequestContext
 
 LAYOUT = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, 4000),))
 MEMORY = {"type": "memory", "capacity": "16MiB", "io": "thread"}
@@ -111,7 +111,9 @@ def round_trip(manager, worker, tensor):
     manager.reset_cache()
     tensor[:] = 0
     context = RequestContext("second")
-    step_until(manager, lambda: manager.lookup_prefix(KEYS, context).ready == 8)
+    step_until(
+        manager, lambda: manager.reach([PromptGroup(KEYS)], context).in_chunks(manager.tokens_per_chunk[0]).ready == 8
+    )
     plan = manager.prepare_load(KEYS, context)
     copied(worker, worker.submit_load, plan.chunk_ids, spec)
     manager.complete_load(plan)
@@ -257,7 +259,10 @@ def test_a_tier_that_cannot_be_opened_does_not_stop_an_engine_that_does_not_requ
     with running(config(secondary=[{**MEMORY, "capacity": "1KiB"}])) as (manager, _, _):
         context = RequestContext("r")
         assert manager.prepare_store(KEYS, context) is not None
-        assert manager.lookup_prefix(KEYS[:1], RequestContext("s")).chunks == 1
+        assert (
+            manager.reach([PromptGroup(KEYS[:1])], RequestContext("s")).in_chunks(manager.tokens_per_chunk[0]).tokens
+            == 1
+        )
 
 
 def test_an_engine_says_what_other_sizes_would_hit(monkeypatch):

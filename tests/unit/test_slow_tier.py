@@ -6,7 +6,7 @@ import time
 from tests.unit.test_runtime import config, running
 
 from kvtiers.api import make_offload_key
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 FAR = """
 import time
@@ -52,9 +52,9 @@ def _request(manager, number):
     keys = [make_offload_key(bytes([number % 256, number // 256, place]) * 8, 0) for place in range(16)]
     context = RequestContext(f"r{number}")
     while True:
-        hits = manager.lookup_prefix(keys, context)
+        hits = manager.reach([PromptGroup(keys)], context).in_chunks(manager.tokens_per_chunk[0])
         manager.on_schedule_end()
-        if not (hits.pending or hits.unresolved):
+        if not hits.waits:
             break
         time.sleep(0.005)
     manager.on_request_finished(context)

@@ -24,7 +24,8 @@ __all__ = [
     "LoadPlan",
     "OffloadEvent",
     "OffloadPolicy",
-    "PrefixHits",
+    "PromptGroup",
+    "Reach",
     "RequestContext",
     "RequestHints",
     "Retention",
@@ -157,11 +158,23 @@ def _ttl_of(value: object) -> float | None:
     return float(min(_LONGEST_TTL, value))
 
 
-class PrefixHits(NamedTuple):
-    """The leading run of a prefix that is known to be present, in chunks.
+class PromptGroup(NamedTuple):
+    """What a prompt has in one KV group. ``keys``: of its chunks, the prompt's first one first, as far as it is hashed.
 
-    The first ``ready`` + ``pending`` chunks are present; ``pending`` of them (anywhere in the run) are still on their
-    way into the primary. ``unresolved``: the run ended at a chunk whose presence is not known yet, so call again.
+    ``window``: how many tokens before a position are read there, 1 for a state; 0: all of them. ``ahead``: how many
+    chunks behind the end of a load have to be present, too, though they are not loaded.
+    """
+
+    keys: Sequence[OffloadKey]
+    window: int = 0
+    ahead: int = 0
+
+
+class Reach(NamedTuple):
+    """How much of a prompt can be loaded, in tokens behind those that the engine has.
+
+    ``ready``: of these all chunks are readable. ``pending``: tokens with chunks that are on their way into the primary.
+    ``unresolved``: more may be found. Ask again in the next step until none is pending and it is not unresolved.
     """
 
     ready: int
@@ -169,9 +182,18 @@ class PrefixHits(NamedTuple):
     unresolved: bool
 
     @property
-    def chunks(self) -> int:
-        """Length of the run."""
+    def tokens(self) -> int:
+        """How many tokens there are, ready or not."""
         return self.ready + self.pending
+
+    def in_chunks(self, tokens: int) -> "Reach":
+        """Return the same in chunks of so many tokens: that is how many keys of a group each number is about."""
+        return Reach(self.ready // tokens, self.pending // tokens, self.unresolved)
+
+    @property
+    def waits(self) -> bool:
+        """Whether to ask again in the next step."""
+        return self.pending > 0 or self.unresolved
 
 
 @dataclass(frozen=True, slots=True, eq=False)

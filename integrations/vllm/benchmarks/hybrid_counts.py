@@ -12,8 +12,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_engines import run_in_engines_environment
-
 LAYERS = ["sliding"] * 5 + ["full"]
 WINDOW = 256
 MOST_QUESTIONS = 2.0
@@ -101,5 +99,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from vllm_engines import run_in_engines_environment  # not in the engines' processes, which load this file, too
+
     run_in_engines_environment()
     main()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtiers.api import LookupResult
+from kvtiers.types import PromptGroup
 
 
 @pytest.mark.parametrize("bad", [b"", b"\0\0\0\0", b"x" * 65_532 + bytes(4)], ids=["empty", "a group alone", "long"])
@@ -13,10 +13,10 @@ def test_a_key_of_a_length_that_none_has_is_misuse_and_the_tier_goes_on(start, f
     engine.store(wanted)
     engine.forget()
     ctx = engine.request()
-    assert engine.lookup([bad], ctx).chunks == 0
-    assert engine.manager.lookup(bad, ctx) is LookupResult.MISS
+    assert engine.lookup([bad], ctx).tokens == 0
+    assert engine.manager.reach([PromptGroup(wanted), PromptGroup([bad], 1)], ctx).tokens == 0
     assert engine.manager.prepare_store([*machine.keys(50, 2), bad], ctx) is None
-    engine.manager.ask_ahead([bad])
+    engine.manager.announce([PromptGroup([bad])])
     assert engine.resolve([*wanted, bad], ctx) == 8, "what comes before it is found"
     engine.manager.on_request_finished(ctx)
     engine.forget()

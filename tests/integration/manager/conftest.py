@@ -12,7 +12,7 @@ import pytest
 import kvtiers
 from kvtiers.api import make_offload_key
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 PAGE = 4000
 PATIENCE = 60.0
@@ -84,9 +84,9 @@ class EngineOfOne:
         found = []
 
         def final():
-            hits = self.manager.lookup_prefix(keys, ctx)
+            hits = self.manager.reach([PromptGroup(keys)], ctx).in_chunks(self.manager.tokens_per_chunk[0])
             found[:] = [hits.ready]
-            return not hits.pending and not hits.unresolved
+            return not hits.waits
 
         self.step_until(final)
         return found[0]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers.types import PromptGroup
+
 from .conftest import PATIENCE, EngineOfOne, make_layout
 
 RANK = Path(__file__).with_name("rank.py")
@@ -58,7 +60,12 @@ def test_rows_of_a_killed_workers_copies_come_back_when_it_is_gone(two_ranks, ke
     victim.wait(PATIENCE)
 
     def lost():
-        return engine.manager.lookup_prefix(keys(4, "here"), reader).ready == 0
+        return (
+            engine.manager.reach([PromptGroup(keys(4, "here"))], reader)
+            .in_chunks(engine.manager.tokens_per_chunk[0])
+            .ready
+            == 0
+        )
 
     engine.step_until(lost)
     engine.manager.complete_store(store, success=False)
@@ -66,7 +73,14 @@ def test_rows_of_a_killed_workers_copies_come_back_when_it_is_gone(two_ranks, ke
     assert engine.manager.prepare_store(keys(1, "more"), reader) is None, "until all ranks are there nothing is stored"
     engine.step_until(lambda: engine.manager.stats()["primary"]["free_rows"] == 12)
     ranks.start(0)
-    engine.step_until(lambda: engine.manager.lookup_prefix(keys(4, "here"), reader).ready == 4)
+    engine.step_until(
+        lambda: (
+            engine.manager.reach([PromptGroup(keys(4, "here"))], reader)
+            .in_chunks(engine.manager.tokens_per_chunk[0])
+            .ready
+            == 4
+        )
+    )
     assert engine.load(keys(4, "here")) == 4
     engine.store(keys(12, "new"))
     assert engine.load(keys(12, "new")) == 12
@@ -77,7 +91,14 @@ def test_a_manager_whose_ranks_have_all_gone_answers_and_ends(two_ranks, keys):
     engine.store(keys(4, "here"))
     store = engine.manager.prepare_store(keys(8), ctx := engine.request())
     ranks.end_all()
-    engine.step_until(lambda: engine.manager.lookup_prefix(keys(4, "here"), ctx).ready == 0)
+    engine.step_until(
+        lambda: (
+            engine.manager.reach([PromptGroup(keys(4, "here"))], ctx)
+            .in_chunks(engine.manager.tokens_per_chunk[0])
+            .ready
+            == 0
+        )
+    )
     assert engine.manager.prepare_store(keys(1, "x"), ctx) is None
     engine.manager.complete_store(store, success=False)
     engine.manager.on_request_finished(ctx)

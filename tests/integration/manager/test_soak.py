@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from kvtiers.types import PromptGroup
+
 MEMORY = {"type": "memory", "capacity": "400KiB", "io": "thread"}
 ASYNC = {"type": "memory-async", "max_blocks": 60, "admission": "second_access"}
 LATE = {"type": "memory", "name": "late", "capacity": "400KiB", "io": "thread", "admission": "on_eviction"}
@@ -58,8 +60,8 @@ class Soak:
                 return True
             return False
         if request.hits is None:
-            hits = manager.lookup_prefix(request.wanted, request.ctx)
-            if hits.pending or hits.unresolved:
+            hits = manager.reach([PromptGroup(request.wanted)], request.ctx).in_chunks(manager.tokens_per_chunk[0])
+            if hits.waits:
                 return chance < 0.01  # the client has gone
             request.hits = hits.ready
             if hits.ready:

@@ -2,6 +2,8 @@
 
 import threading
 
+from kvtiers.types import PromptGroup
+
 MEMORY = {"type": "memory", "capacity": "4MiB", "io": "thread"}
 
 
@@ -33,7 +35,7 @@ def test_workers_may_report_from_another_thread_under_the_lock(start, keys):
             with manager.lock:
                 ctx = engine.request()
                 wanted = keys(4, f"n{number}-")
-                assert manager.lookup_prefix(wanted, ctx).ready == 0
+                assert manager.reach([PromptGroup(wanted)], ctx).in_chunks(manager.tokens_per_chunk[0]).ready == 0
                 plan = manager.prepare_store(wanted, ctx)
                 if plan is not None:
                     engine.write(plan)
@@ -64,11 +66,13 @@ def test_an_engine_that_steps_on_while_it_is_shut_down_finds_nothing_and_harms_n
             while not closed.is_set():
                 with manager.lock:
                     ctx = engine.request()
-                    manager.lookup_prefix(keys(8), ctx)
+                    manager.reach([PromptGroup(keys(8))], ctx).in_chunks(manager.tokens_per_chunk[0])
                     manager.on_request_finished(ctx)
                     manager.on_schedule_end()
             with manager.lock:
-                assert manager.lookup_prefix(keys(8), engine.request()) == (0, 0, False)
+                assert manager.reach([PromptGroup(keys(8))], engine.request()).in_chunks(
+                    manager.tokens_per_chunk[0]
+                ) == (0, 0, False)
                 manager.on_schedule_end()
         except BaseException as error:  # noqa: BLE001 -- shown by the test
             problems.append(error)

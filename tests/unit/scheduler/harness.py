@@ -97,7 +97,6 @@ class Offers(TieringManager):
         super().__init__(*args)
         self.offered: list[list[bytes]] = []
         self.loaded: list[list[bytes]] = []
-        self.looked_up: list[bytes] = []
 
     def prepare_store(self, keys, ctx):
         self.offered.append(list(keys))
@@ -106,10 +105,6 @@ class Offers(TieringManager):
     def prepare_load(self, keys, ctx):
         self.loaded.append(list(keys))
         return super().prepare_load(keys, ctx)
-
-    def lookup(self, key, ctx):
-        self.looked_up.append(key)
-        return super().lookup(key, ctx)
 
 
 class Shelf(SecondaryTierManager):

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtiers.api import LookupResult, group_of
-from kvtiers.scheduler.prefix import WINDOW_SCAN
+from kvtiers.api import group_of
 
 from .harness import NONE, TOKENS, Bench, Shelf, layout_of, stored
 
@@ -15,10 +14,6 @@ FULL_AND_WINDOW = {"groups": (TOKENS, TOKENS), "windows": (None, 40)}  # 39 toke
 def empty_before(request, group: int, blocks: int) -> None:
     """Let the engine have freed the group's first blocks: they have left the window."""
     request.block_ids[group][:blocks] = [NONE] * blocks
-
-
-def test_every_answer_of_a_lookup_has_its_meaning_in_the_scan_of_a_window() -> None:
-    assert set(WINDOW_SCAN) == set(LookupResult)
 
 
 def test_of_a_window_only_what_is_still_read_is_loaded() -> None:
@@ -118,7 +113,6 @@ def shelved(layout, blocks: int) -> tuple[Bench, Shelf, list[list[bytes]]]:
     bench.serve(first)
     bench.scheduler.end_step()
     bench.scheduler.reset_cache()
-    bench.manager.looked_up.clear()
     return bench, shelf, [bench.keys(first, group) for group in range(len(layout.groups))]
 
 
@@ -134,20 +128,12 @@ def test_only_the_window_that_is_used_is_promoted() -> None:
     assert set(shelf.loaded.values()) == {1}
 
 
-def test_a_pending_chunk_keeps_the_window_and_ends_the_scan() -> None:
-    bench, _, keys = shelved(layout_of(**FULL_AND_WINDOW), 8)
-    request = bench.request("b", 8 * TOKENS, first_block=50)
-    bench.lookup(request)
-    assert bench.manager.looked_up == [keys[1][6], keys[1][5], keys[1][4]]  # from the right, one window
-
-
-def test_an_unknown_chunk_in_the_window_defers_the_answer_and_asks_no_more_than_a_window() -> None:
+def test_an_unknown_chunk_in_the_window_defers_the_answer_and_nothing_is_loaded_before() -> None:
     bench, shelf, keys = shelved(layout_of(**FULL_AND_WINDOW), 8)
     shelf.unknown.update(keys[1])
     request = bench.request("b", 8 * TOKENS, first_block=50)
     assert bench.lookup(request) is None
-    assert bench.manager.looked_up == [keys[1][6], keys[1][5], keys[1][4]]
-    assert shelf.loaded.keys().isdisjoint(keys[1])
+    assert not shelf.loaded
     shelf.unknown.clear()
     del shelf.values[keys[1][6]]  # it turns out to be a miss: the scan goes on to its left
     assert bench.lookup(request) is None
@@ -156,15 +142,15 @@ def test_an_unknown_chunk_in_the_window_defers_the_answer_and_asks_no_more_than_
     assert bench.wrong(request, 6 * TOKENS) == []
 
 
-def test_a_miss_cancels_the_wait_for_a_pending_chunk_to_its_right() -> None:
+def test_what_a_tier_has_to_the_right_of_a_miss_is_not_waited_for() -> None:
     bench, shelf, keys = shelved(layout_of(**FULL_AND_WINDOW), 8)
     again = bench.request("a2", 8 * TOKENS, first_block=50)
     again.block_ids[1][5] = again.block_ids[1][6] = NONE
     bench.serve(again)  # all but two chunks are in the primary
     del shelf.values[keys[1][5]]
     request = bench.request("b", 8 * TOKENS, first_block=100)
-    assert bench.lookup(request) == 5 * TOKENS  # at once, though the chunk at 6 is on its way
-    assert keys[1][6] in shelf.loaded
+    assert bench.lookup(request) == 5 * TOKENS  # at once
+    assert not shelf.loaded, "the chunk at 6 is of no use"
 
 
 def test_in_a_model_of_windows_alone_a_pending_chunk_is_waited_for_unless_a_miss_cancels_it() -> None:
@@ -183,17 +169,6 @@ def test_in_a_model_of_windows_alone_a_pending_chunk_is_waited_for_unless_a_miss
     request = bench.request("b", 8 * TOKENS, first_block=100)
     assert bench.load(request) == 5 * TOKENS
     assert bench.wrong(request, 5 * TOKENS) == []
-
-
-def test_windows_are_not_asked_before_the_prefix_is_known() -> None:
-    bench, shelf, keys = shelved(layout_of(**FULL_AND_WINDOW), 8)
-    shelf.unknown.add(keys[0][5])
-    request = bench.request("b", 8 * TOKENS, first_block=50)
-    assert bench.lookup(request) is None
-    assert bench.manager.looked_up == []
-    shelf.unknown.clear()
-    bench.lookup(request)
-    assert bench.manager.looked_up == [keys[1][6], keys[1][5], keys[1][4]]
 
 
 def test_pending_chunks_behind_the_shortest_run_are_neither_waited_for_nor_promoted() -> None:

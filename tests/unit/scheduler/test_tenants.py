@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtiers.api import LookupResult, make_offload_key, tenant_of
+from kvtiers.api import make_offload_key, tenant_of
 from kvtiers.layout.tenants import Tenants
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 from .harness import TOKENS, Bench, Shelf, layout_of
 
@@ -103,9 +103,8 @@ def test_a_key_of_another_tenant_than_the_requests_is_a_misuse():
     bench.manager.on_new_request(context)
     for key in (make_offload_key(b"hash", 0), make_offload_key(b"hash", 0, "red"), b"x"):
         assert bench.manager.prepare_store([key], context) is None
-        assert bench.manager.lookup(key, context) is LookupResult.MISS
-        assert bench.manager.lookup_prefix([key], context).chunks == 0
-    assert bench.manager.stats()["engine"]["misuse"] == 9
+        assert bench.manager.reach([PromptGroup([key])], context) == (0, 0, False)
+    assert bench.manager.stats()["engine"]["misuse"] == 6
     assert bench.manager.prepare_store([make_offload_key(b"hash", 0, "blue")], context) is not None
 
 

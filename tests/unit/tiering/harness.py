@@ -8,13 +8,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
+from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, group_of, make_offload_key
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 ROW_BYTES = 16
 HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.RETRY
@@ -368,8 +368,19 @@ class Bench:
         self.manager.complete_load(plan)
         return True
 
-    def lookup(self, keys, ctx):
-        return tuple(self.manager.lookup_prefix(keys, ctx))
+    def lookup(self, keys, ctx, first=0):
+        """Ask about chunks of one group, the first of which is the prompt's chunk ``first``; answer in chunks."""
+        tokens = self.tokens_per_chunk[group_of(keys[0])] if keys else 1
+        groups = [PromptGroup([keys[0]] * first + list(keys))] if keys else []
+        reach = self.manager.reach(groups, ctx, first * tokens)
+        return reach.ready // tokens, reach.pending // tokens, reach.unresolved
+
+    def reach(self, prompt, ctx, **more):
+        """Ask about a prompt, ``prompt``: keys by group, with the windows of this bench; answer in tokens."""
+        windows = [window or 0 for window in self.windows] or [0] * len(prompt)
+        sizes = [self.tokens_per_chunk[group] for group in range(len(prompt))]
+        groups = [PromptGroup(keys, window * size) for keys, window, size in zip(prompt, windows, sizes, strict=True)]
+        return tuple(self.manager.reach(groups, ctx, **more))
 
     def row(self, row):
         return self.view[row * ROW_BYTES : (row + 1) * ROW_BYTES]

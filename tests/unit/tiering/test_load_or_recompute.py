@@ -5,7 +5,7 @@ import pytest
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.load_or_recompute import LATE
 
-from .harness import HIT, MISS, PENDING, RETRY, Bench, chain
+from .harness import HIT, RETRY, Bench, chain
 from .load_benches import KEYS, bench_with, by_tier, measure, prefill, roomy, waited
 
 
@@ -87,30 +87,18 @@ def test_auto_waits_no_less_for_the_rest_when_most_of_it_has_come():
     assert bench.lookup(KEYS, ctx) == (7, 1, False)
 
 
-def test_auto_waits_for_all_of_a_long_prefix_however_many_steps_find_it():
-    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.8, all_tiers=0.8)
+def test_auto_waits_for_all_of_a_prefix_that_is_longer_than_one_call_reserves_or_a_tier_may_pin():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.4, all_tiers=0.8)
     bench = Bench(rows=8192, tiers={"a": {}}, options=options, hold=True)
     prefill(bench)
     measure(bench, 0.001)
     tier = bench.tier["a"]
     tier.hold = False
     tier.put(keys := chain("long", 6000))
-    ready, seconds = waited(bench, keys, bench.request(), tick=3.0)
+    ready, seconds = waited(bench, keys, bench.request(), tick=1.0)
     assert ready == 6000
-    assert seconds > 448 * 16 * 0.001, "what one call finds takes less long to compute than all steps took"
-
-
-def test_auto_waits_for_a_windows_chunks_together():
-    bench = bench_with(load_wait=None)
-    prefill(bench)
-    measure(bench, 0.001)
-    bench.tier["a"].put(KEYS)
-    ctx = bench.request()
-    assert {bench.manager.lookup(key, ctx) for key in KEYS[:4]} == {PENDING}
-    bench.step(3 * 16 * 0.001)
-    assert {bench.manager.lookup(key, ctx) for key in KEYS[:4]} == {PENDING}
-    bench.step(2 * 16 * 0.001)
-    assert {bench.manager.lookup(key, ctx) for key in KEYS[:4]} == {MISS}
+    assert [len(job.keys) for job in tier.loads[1:]] == [448] * 13 + [176]
+    assert seconds < LATE * 6000 * 16 * 0.001
 
 
 def test_auto_computes_what_a_tier_is_too_slow_for_at_once_and_counts_it():
@@ -196,11 +184,9 @@ def test_auto_does_not_count_what_the_request_has_found_itself_as_a_queue_before
     measure(bench, 4 * 16 * 0.001 * 0.6)
     bench.tier["a"].put(keys := chain("long", 1500))
     ctx = bench.request()
-    found = []
-    for _ in range(4):
-        found.append(bench.lookup(keys, ctx))
+    for found in (448, 896, 1344, 1500, 1500):
+        assert bench.lookup(keys, ctx) == (0, found, found < 1500)
         bench.step(0.01)
-    assert found == [(0, 448, True), (0, 874, True), (0, 1279, True), (0, 1500, False)]
     assert bench.figures()["recomputed_cheaper"] == 0
 
 
@@ -237,34 +223,22 @@ def test_auto_never_loads_what_costs_more_than_computing_it_however_much_came_fo
     assert bench.lookup(KEYS, ctx) == (0, 6, False)
 
 
-def test_auto_loads_the_window_of_a_prefix_that_the_same_tier_brings():
-    bench = roomy(tokens_per_chunk=(16, 16))
+def test_auto_loads_the_window_of_a_prefix_with_it():
+    bench = hybrid(windows=(0, 4))
     measure(bench, 4 * 16 * 0.001 * 0.1)
-    keys, window = chain("k", 100), chain("k", 100, group=1)
-    bench.tier["a"].put(keys + window)
-    ctx = bench.request()
-    assert bench.lookup(keys, ctx) == (0, 100, False)
-    assert {bench.manager.lookup(key, ctx) for key in reversed(window[-4:])} == {PENDING}
+    prompt = [chain("k", 100), chain("k", 100, group=1)]
+    bench.tier["a"].put(prompt[0] + prompt[1])
+    assert bench.reach(prompt, bench.request()) == (0, 1600, False)
     assert bench.figures()["recomputed_cheaper"] == 0
 
 
-def test_auto_loads_a_window_whose_prefix_is_here_as_one():
-    bench = roomy(tokens_per_chunk=(16, 16))
-    measure(bench, 4 * 16 * 0.001 * 0.6)
-    window = chain("k", 8, group=1)
-    bench.tier["a"].put(window)
-    ctx = bench.request()
-    assert {bench.manager.lookup(key, ctx) for key in reversed(window)} == {PENDING}
-
-
 def test_auto_does_not_load_two_groups_that_together_cost_more_than_computing():
-    bench = roomy(tokens_per_chunk=(16, 16))
-    measure(bench, 4 * 16 * 0.001 * 0.6)
-    other = chain("k", 8, group=1)
-    bench.tier["a"].put(KEYS + other)
-    ctx = bench.request()
-    assert bench.lookup(KEYS, ctx) == (0, 8, False)
-    assert bench.lookup(other, ctx) == (0, 0, False)
+    for share, loads in ((0.45, True), (0.6, False)):
+        bench = roomy(tokens_per_chunk=(16, 16))
+        measure(bench, 4 * 16 * 0.001 * share)
+        prompt = [KEYS, chain("k", 8, group=1)]
+        bench.tier["a"].put(prompt[0] + prompt[1])
+        assert bench.reach(prompt, bench.request()) == (0, 128 if loads else 0, False)
 
 
 def test_a_faster_tier_serves_what_the_first_one_is_too_slow_for():
@@ -322,32 +296,39 @@ def hybrid(windows=(0, 8, 8), rows=4096, **more):
     return roomy(tokens_per_chunk=(16,) * len(windows), windows=windows, rows=rows, **more)
 
 
+def prompt_of(bench, name="k", chunks=8):
+    """A prompt's keys by group, of which a tier has those that its end needs."""
+    prompt = [chain(name, chunks, group) for group in range(len(bench.windows))]
+    for keys, window in zip(prompt, bench.windows, strict=True):
+        bench.tier["a"].put(keys[-window:])
+    return prompt
+
+
 def test_a_load_is_weighed_with_the_chunks_of_all_windows_and_states_before_its_end():
     """Of 8 chunks' tokens 24 chunks come: at three times what each may cost it is computed, and nothing is loaded."""
     for share, loads in ((0.3, True), (0.4, False)):
         bench = hybrid()
         measure(bench, 4 * 16 * 0.001 * share)
-        bench.tier["a"].put(KEYS)
-        assert bench.lookup(KEYS, bench.request()) == (0, 8 if loads else 0, False)
+        assert bench.reach(prompt_of(bench), bench.request()) == (0, 128 if loads else 0, False)
         bench.step()
         assert bool(bench.tier["a"].held) is loads
 
 
 def test_a_prompt_with_windows_is_decided_once_and_loaded_whole_or_not_at_all():
-    """A long prefix is found in parts; with 85 % of it on its way the rest looked too slow, and all was dropped."""
+    """A long prefix was found in parts; with 85 % of it on its way the rest looked too slow, and all was dropped."""
     bench = hybrid(windows=(0, 8))
     measure(bench, 4 * 16 * 0.001 * 0.9)
-    bench.tier["a"].put(keys := chain("long", 1500))
+    prompt = prompt_of(bench, "long", 1500)
     ctx = bench.request()
-    found = []
     for _ in range(4):
-        found.append(bench.lookup(keys, ctx))
+        assert bench.reach(prompt, ctx)[0] == 0
         bench.step(0.3)
-    assert found == [(0, 448, True), (0, 874, True), (0, 1279, True), (0, 1500, False)]
+    assert bench.reach(prompt, ctx) == (0, 24_000, False)
     slow = hybrid(windows=(0, 8))
     measure(slow, 4 * 16 * 0.001 * 0.997)
-    slow.tier["a"].put(keys)
-    assert slow.lookup(keys, slow.request()) == (0, 0, False), "its 448 first chunks alone would have paid"
+    assert slow.reach(prompt_of(slow, "long", 1500), slow.request()) == (0, 0, False), (
+        "its prefix alone would have paid"
+    )
 
 
 def test_no_prompt_with_windows_is_computed_in_part_as_a_trial():
@@ -356,33 +337,29 @@ def test_no_prompt_with_windows_is_computed_in_part_as_a_trial():
     for windows, loaded in (((), 563), ((0, 8), 600)):
         bench = Bench(rows=4096, options=options, hold=True, tokens_per_chunk=(16, 16), windows=windows)
         measure(bench, 0.004)
-        bench.tier["a"].put(keys)
+        prompt = [keys, chain("long", 600, group=1)[: 600 if windows else 0]]
+        bench.tier["a"].put(prompt[0] + prompt[1])
         ctx = bench.request()
         for _ in range(3):
-            found = bench.lookup(keys, ctx)
+            found = bench.reach(prompt[: max(1, len(windows))], ctx)
             bench.step()
-        assert found == (0, loaded, False)
+        assert found == (0, 16 * loaded, False)
 
 
 @pytest.mark.parametrize("chunks", [8, 100])
 def test_the_windows_of_a_prefix_are_waited_for_as_long_as_computing_the_prefix_takes(chunks):
     """However few chunks they are, or many: 40 of five groups, of a prefix that is here."""
     bench = hybrid(windows=(0, 8, 8, 8, 8, 8))
-    keys, groups = chain("k", chunks), range(1, 6)
-    bench.manager.complete_store(bench.begin_store(keys))
-    window = [key for group in groups for key in chain("k", chunks, group)[-8:]]
-    bench.tier["a"].put(window)
+    prompt = [chain("k", chunks, group) for group in range(6)]
+    bench.manager.complete_store(bench.begin_store(prompt[0]))
+    bench.tier["a"].put([key for keys in prompt[1:] for key in keys[-8:]])
     ctx = bench.request()
-
-    def look():
-        return bench.lookup(keys, ctx), {bench.manager.lookup(key, ctx) for key in reversed(window)}
-
-    assert look() == ((chunks, 0, False), {PENDING})
+    assert bench.reach(prompt, ctx)[1] > 0
     bench.step()
     bench.step(LATE * chunks * 16 * 0.001 - 0.01)
-    assert look() == ((chunks, 0, False), {PENDING})
+    assert bench.reach(prompt, ctx)[1] > 0
     bench.step(0.02)
-    assert look() == ((chunks, 0, False), {MISS})
+    assert bench.reach(prompt, ctx) == (0, 0, False)
 
 
 def test_a_load_that_never_ended_makes_the_tier_look_as_slow_as_it_is():

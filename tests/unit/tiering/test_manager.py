@@ -10,7 +10,7 @@ from kvtiers.tiering import provenance, reports
 from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.reports import EventLog
-from kvtiers.types import RequestContext, RequestHints
+from kvtiers.types import PromptGroup, RequestContext, RequestHints
 
 from .harness import HIT, MISS, Bench, chain, payload
 
@@ -334,7 +334,7 @@ def test_all_calls_of_the_engines_thread_count_as_its_time_and_none_twice(monkey
     assert seconds(step) == 0
     assert seconds(step) == 1
     assert seconds(bench.manager.has_pending_work) == 1
-    assert seconds(lambda: bench.manager.ask_ahead(KEYS)) == 1
+    assert seconds(lambda: bench.manager.announce([PromptGroup(KEYS)])) == 1
     assert seconds(bench.manager.reset_cache) == 1
     assert seconds(lambda: bench.manager.set_weights_version("new")) == 2, "the reset in it, and the names"
 

@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections import Counter
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -18,7 +19,7 @@ from kvtiers.api import JobResult
 from kvtiers.tiering.command_queue import Command
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.load_or_recompute import LATE
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 from .harness import HIT, MISS, PENDING, RETRY, ROW_BYTES, Bench, chain, payload
 
@@ -50,6 +51,18 @@ tier_options = st.fixed_dictionaries(
     }
 )
 pieces = st.tuples(st.integers(0, 2), st.integers(0, 6), st.integers(1, 7))
+
+
+class Hits(NamedTuple):
+    """An answer about one group, in chunks."""
+
+    ready: int
+    pending: int
+    unresolved: bool
+
+    @property
+    def chunks(self):
+        return self.ready + self.pending
 
 
 class ManagerAgainstModel(RuleBasedStateMachine):
@@ -120,34 +133,40 @@ class ManagerAgainstModel(RuleBasedStateMachine):
     # -- lookups
 
     @rule(index=some, piece=pieces)
-    def lookup_prefix(self, index, piece):
+    def reach_of_one_group(self, index, piece):
         ctx = self.request(index)
         document, first, count = piece
         keys = DOCUMENTS[document][first : first + count]
-        self.check_hits(keys, self.manager.lookup_prefix(keys, ctx))
+        self.check_hits(keys, self.look(keys, ctx))
+
+    def look(self, keys, ctx):
+        return Hits(*self.bench.lookup(keys, ctx))
 
     @rule(index=some, piece=pieces)
     def lookup_groups(self, index, piece):
-        """Two groups, the window's chunks asked from the right."""
+        """Two groups, the other one with a window of a chunk."""
         ctx = self.request(index)
         document, first, count = piece
-        keys = DOCUMENTS[document][first : first + count]
-        hits = self.manager.lookup_prefix(keys, ctx)
-        self.check_hits(keys, hits)
-        window = WINDOWS[document][first : first + hits.chunks][-2:]
-        for key in reversed(window):
-            found = self.manager.lookup(key, ctx)
-            assert (found is HIT) == (self.primary.lookup(key) is HIT) or found in {MISS, RETRY}
-            assert found is not PENDING or self.primary.lookup(key) is PENDING
+        keys, window = (chains[document][first : first + count] for chains in (DOCUMENTS, WINDOWS))
+        reach = self.manager.reach([PromptGroup(keys), PromptGroup(window, 32)], ctx, 0, 16 * len(keys) // 32 * 32)
+        assert reach.tokens % 32 == 0
+        end = reach.tokens // 32
+        needed = [*keys[: 2 * end], *window[max(0, end - 1) : end]]
+        found = self.primary.find(needed)
+        assert reach.unresolved or MISS not in found
+        assert reach.unresolved or (PENDING in found) == (reach.pending > 0)
+        if end and not reach.waits:
+            assert self.take_load(needed, ctx) is not None
 
     def check_hits(self, keys, hits):
         assert hits.ready >= 0
         assert hits.pending >= 0
+        if hits.unresolved:
+            return
         found = self.primary.find(keys[: hits.chunks])
         assert found.count(HIT) == hits.ready
         assert found.count(PENDING) == hits.pending
         assert hits.chunks <= len(keys)
-        assert not hits.unresolved or hits.chunks < len(keys)
 
     @rule(index=some, piece=pieces)
     def ask_to_the_end(self, index, piece):
@@ -159,7 +178,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         # In line for rows, and then for loads: as long each as computing it behind the others takes, and a tenth.
         longest = 2 * LATE * (queued + 16 * 7) * 0.001 if self.bench.options.load_wait is None else LOAD_WAIT
         for _ in range(int((LOOKUP_WAIT + max(longest, LOOKUP_WAIT)) / STEP_SECONDS) + 3):
-            hits = self.manager.lookup_prefix(keys, ctx)
+            hits = self.look(keys, ctx)
             self.check_hits(keys, hits)
             if not hits.pending and not hits.unresolved:
                 assert hits.ready == 0 or self.take_load(keys[: hits.ready], ctx) is not None

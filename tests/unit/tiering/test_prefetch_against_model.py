@@ -66,7 +66,7 @@ class ManagerWithPrefetches(ManagerAgainstModel):
         self.open_requests.append(ctx)
         self.all_requests.append(ctx)
         document, first, count = piece
-        self.manager.lookup_prefix(DOCUMENTS[document][first : first + count], ctx)
+        self.bench.lookup(DOCUMENTS[document][first : first + count], ctx)
 
     def teardown(self):
         if hasattr(self, "bench"):

@@ -24,59 +24,25 @@ def test_one_batch_a_tier_and_request_cut_into_jobs_of_bounded_size():
     assert loads(bench) == [KEYS[:3], KEYS[3:6], KEYS[6:], chain("m", 2)]
 
 
-def test_what_lies_beyond_the_shortest_run_of_the_step_is_released():
+def test_nothing_beyond_the_shortest_run_is_loaded():
     bench = Bench(options=WIDE, tokens_per_chunk=(16, 32))
-    other = chain("k", 3, group=1)
+    other = chain("k", 4, group=1)
     bench.tier["a"].put(KEYS + other[:2])
-    ctx = bench.request()
-    assert bench.lookup(KEYS, ctx) == (0, 8, False)
-    assert bench.lookup(other, ctx) == (0, 2, False)
+    assert bench.reach([KEYS, other], bench.request()) == (0, 64, False)
     bench.step()
-    assert loads(bench) == [KEYS[:4] + other[:2]]
+    assert [sorted(keys) for keys in loads(bench)] == [sorted(KEYS[:4] + other[:2])]
     assert bench.primary.find(KEYS[4:]) == [MISS] * 4
     assert bench.figures("a")["pinned_rows"] == 6
 
 
-def test_a_chunk_that_begins_before_the_end_of_the_shortest_run_is_kept():
-    """The groups of a load may begin less than a chunk apart: what is counted from each group's own first chunk."""
+def test_a_chunk_that_begins_before_the_end_of_a_load_belongs_to_it():
+    """The chunks of a group may be longer than the step in which loads end."""
     bench = Bench(options=WIDE, tokens_per_chunk=(16, 64))
-    other = chain("k", 3, group=1)
+    other = chain("k", 2, group=1)
     bench.tier["a"].put(KEYS[:7] + other)
-    ctx = bench.request()
-    bench.lookup(KEYS, ctx)  # 7 chunks: 112 tokens, of which the other group's second chunk has 48
-    bench.lookup(other[:2], ctx)
+    assert bench.reach([KEYS, other], bench.request(), step=16) == (0, 112, False)
     bench.step()
-    assert loads(bench) == [KEYS[:7] + other[:2]]
-
-
-def test_what_a_request_finds_when_it_is_looked_up_again_in_the_step_is_loaded_at_its_end():
-    """Of a run that is asked about twice in a step the last answer counts, of several groups each one's last."""
-    bench = Bench(options=WIDE, tokens_per_chunk=(16, 16))
-    other = chain("k", 8, group=1)
-    bench.tier["a"].answer = RETRY
-    bench.lookup(KEYS, ctx := bench.request())
-    bench.tier["a"].answer = None
-    bench.tier["a"].put(KEYS + other[:3])
-    bench.manager.look_again()
-    assert bench.lookup(KEYS, ctx) == (0, 8, False)
-    assert bench.lookup(other, ctx) == (0, 3, False)
-    bench.step()
-    assert loads(bench) == [KEYS[:3] + other[:3]]
-    bench.lookup(KEYS, ctx)
-    bench.step()
-    assert loads(bench)[1:] == [KEYS[3:]], "what the step before has found does not count in this one"
-
-
-def test_what_another_request_wants_too_is_kept_for_it():
-    bench = Bench(options=WIDE, tokens_per_chunk=(16, 16))
-    short = chain("k", 2, group=1)
-    bench.tier["a"].put(KEYS + short)
-    first, second = bench.request(), bench.request()
-    bench.lookup(KEYS, first)
-    bench.lookup(KEYS[:6], second)
-    bench.lookup(short, first)
-    bench.step()
-    assert loads(bench) == [KEYS[:6] + short]
+    assert [sorted(keys) for keys in loads(bench)] == [sorted(KEYS[:7] + other)]
 
 
 def test_what_a_request_that_ends_had_reserved_is_dropped_or_handed_on():

@@ -13,7 +13,7 @@ def load(bench, keys, first=0, seconds=0.008):
     tier = bench.tier["a"]
     tier.put(keys)
     tier.seconds = seconds
-    bench.manager.lookup_prefix(keys, ctx := bench.request(), first)
+    bench.lookup(keys, ctx := bench.request(), first)
     bench.step()
     tier.end_all()
     bench.step()
@@ -50,9 +50,7 @@ def test_the_seconds_of_a_windows_loads_are_no_savings():
         bench.tier[tiers[-1]].put(window)
         ctx = bench.request()
         for _ in range(3):
-            bench.lookup(keys, ctx)
-            for key in reversed(window):
-                bench.manager.lookup(key, ctx)
+            bench.reach([keys, window], ctx)
             for name in tiers:
                 bench.tier[name].seconds = 0.016 / len(tiers)
                 bench.tier[name].end_all()
@@ -83,10 +81,7 @@ def test_no_loads_save_more_than_computing_would_have_taken(steps, prompts, wind
         bench.tier["a"].seconds = seconds
         ctx = bench.request()
         for _ in range(4):
-            bench.lookup(groups[0], ctx)
-            for keys in groups[1:]:
-                for key in reversed(keys):
-                    bench.manager.lookup(key, ctx)
+            bench.reach([chain(f"p{number}-", chunks, group) for group in range(len(groups))], ctx)
             bench.step(prefill_tokens=16, prefill_seconds=fixed + 0.016)
             bench.tier["a"].end_all()
         if bench.load([key for keys in groups for key in keys], ctx):
@@ -115,7 +110,7 @@ def test_parts_of_a_load_have_positions_of_their_own_and_what_did_not_come_is_no
     tier = bench.tier["a"]
     tier.put(keys[:4])
     tier.answer = HIT
-    bench.manager.lookup_prefix(keys, ctx := bench.request(), 100)
+    bench.lookup(keys, ctx := bench.request(), 100)
     tier.answer = None
     bench.step()
     tier.end_all()

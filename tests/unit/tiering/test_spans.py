@@ -16,7 +16,7 @@ from kvtiers.tracing.span_writer import SpanWriter, otlp_exporter
 from kvtiers.tracing.spans import SpanQueue, TracedRequest
 from kvtiers.types import RequestContext
 
-from .harness import HIT, Bench, chain
+from .harness import Bench, chain
 
 NBYTES = 1000
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -94,23 +94,19 @@ def test_what_a_request_looked_up_loaded_and_stored_is_one_trace_with_tiers_and_
     assert root.resource.attributes["kvtiers.engine"] == "an-engine"
 
 
-def test_the_windows_of_a_group_are_one_span_whether_they_are_looked_up_as_one_or_chunk_by_chunk(make):
-    one = make(tokens_per_chunk=(16, 16), windows=(0, 4))
+def test_a_prompt_with_windows_is_one_span_a_group(make):
+    one = make(rows=64, tokens_per_chunk=(16, 16), windows=(0, 4))
     bench = one.bench
-    window = chain("0", 8, group=1)
-    bench.store(window[4:], bench.request("first"))
-    for name in ("as one", "by chunk"):
-        bench.forget()
-        ctx = bench.request(name)
-        for _ in range(2):
-            if name == "as one":
-                found = bench.manager.lookup_window(window[4:], ctx)
-            else:
-                found = [bench.manager.lookup(key, ctx) for key in reversed(window[4:])]
-            bench.settle()
-        assert found in ((4, 0, False), [HIT] * 4)
-        bench.manager.on_request_finished(ctx)
-    assert [facts(span)[1:3] for span in one.end()["lookup"]] == [(4, 4)] * 2
+    prompt = [chain("0", 8, group) for group in (0, 1)]
+    bench.store([*prompt[0], *prompt[1][4:]], bench.request("first"))
+    bench.forget()
+    ctx = bench.request("second")
+    for _ in range(2):
+        found = bench.reach(prompt, ctx)
+        bench.settle()
+    assert found == (128, 0, False)
+    bench.manager.on_request_finished(ctx)
+    assert [facts(span)[1:3] for span in one.end()["lookup"]] == [(8, 8), (4, 4)]
 
 
 def test_a_store_that_ends_after_its_request_is_still_its(make):

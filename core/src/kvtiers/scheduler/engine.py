@@ -4,8 +4,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.types import ChunkBlocks, LoadPlan, OffloadPolicy, PrefixHits, RequestContext, StorePlan
+from kvtiers.api import OffloadKey
+from kvtiers.types import ChunkBlocks, LoadPlan, OffloadPolicy, PromptGroup, Reach, RequestContext, StorePlan
 
 __all__ = ["BlockHolder", "EngineRequest", "FreeQueue", "OffloadManager"]
 
@@ -23,11 +23,15 @@ class OffloadManager(Protocol):
     def tenant_of(self, ctx: RequestContext) -> str | None:
         """Return a request's tenant, "" for none; None: it may use no tier."""
 
-    def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
-        """Look one chunk up."""
-
-    def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext, first: int = 0) -> PrefixHits:
-        """Return the leading run of one group's keys that is present."""
+    def reach(
+        self,
+        groups: Sequence[PromptGroup],
+        ctx: RequestContext,
+        computed: int = 0,
+        end: int | None = None,
+        step: int | None = None,
+    ) -> Reach:
+        """Return how much of a prompt can be loaded."""
 
     def prepare_store(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> StorePlan | None:
         """Lease rows for the keys that are not in the primary."""

@@ -18,9 +18,9 @@ from kvtiers.api import OffloadKey
 from kvtiers.scheduler.engine import BlockHolder, EngineRequest, OffloadManager
 from kvtiers.scheduler.geometry import Geometry, in_prefix_order
 from kvtiers.scheduler.options import SchedulerOptions
-from kvtiers.scheduler.prefix import PrefixSearch
 from kvtiers.scheduler.request_state import Hit, RequestState
 from kvtiers.scheduler.transfers import JobsInFlight, LoadOutcome
+from kvtiers.types import PromptGroup, Reach
 
 __all__ = ["Loads"]
 
@@ -43,7 +43,6 @@ class Loads:
         self._blocks = blocks
         self._jobs = jobs
         self._options = options
-        self._search = PrefixSearch(manager, geometry)
         self._arriving: Counter[OffloadKey] = Counter()  # on their way to the GPU
         self._claimed: dict[OffloadKey, RequestState] = {}  # in this step, by the request that has pinned them
         self._outcomes: list[LoadOutcome] = []
@@ -71,9 +70,10 @@ class Loads:
         if end < hit.end:
             self.unpin(tracked)
             # The windows before this end are others than those that were pinned.
-            end, wait = self._search.find(request, tracked, hit.start, end)
-            if wait or end <= hit.start:
+            reach = self._reach(request, tracked, hit.start, end)
+            if reach.waits or not reach.tokens:
                 return 0
+            end = hit.start + reach.tokens
             self._pin(self._keys(request, tracked, hit.start, end), tracked, hit.start, end)
             hit = tracked.hit
         if hit is None:
@@ -116,15 +116,25 @@ class Loads:
     def _search_and_pin(self, request: EngineRequest, tracked: RequestState, computed: int) -> bool:
         """Pin the loadable chunks after ``computed``, perhaps none; False: no answer yet, or they are not ready."""
         wanted = self._wanted_end(request, tracked, computed)
-        end, wait = self._search.find(request, tracked, computed, wanted)
-        if wait:
+        reach = self._reach(request, tracked, computed, wanted)
+        if reach.waits:
             return False
-        if end - computed >= max(1, self._options.min_load_tokens):
+        if reach.tokens >= max(1, self._options.min_load_tokens):
+            end = computed + reach.tokens
             keys = self._keys(request, tracked, computed, end)
             if self._goes_first(keys, tracked):
                 return False
             self._pin(keys, tracked, computed, end)
         return True
+
+    def _reach(self, request: EngineRequest, tracked: RequestState, start: int, end: int) -> Reach:
+        """Return how much of the tokens from ``start`` to ``end`` is present in all groups."""
+        per_chunk = self._geometry.blocks_per_chunk
+        groups = [
+            PromptGroup(tracked.chunk_keys(request, group.index, per_chunk), group.reach or 0)
+            for group in self._geometry.groups
+        ]
+        return self._manager.reach(groups, request.context, start, end, self._geometry.load_step)
 
     def _wanted_end(self, request: EngineRequest, tracked: RequestState, computed: int) -> int:
         """Return where a load that starts at ``computed`` should end: one token is left to compute."""

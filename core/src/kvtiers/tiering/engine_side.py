@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from kvtiers.api import OffloadKey, TierConfig
-from kvtiers.types import ChunkBlocks, LoadPlan, OffloadEvent, PrefixHits, RequestContext, StorePlan
+from kvtiers.types import ChunkBlocks, LoadPlan, OffloadEvent, PromptGroup, Reach, RequestContext, StorePlan
 
 __all__ = [
     "EngineSide",
@@ -126,11 +126,16 @@ class RecordSide(Protocol):
 class RequestTrace(Protocol):
     """The trace of one request of the sample. Engine's thread; nothing waits. ``state``: the request's."""
 
-    def looked_up_prefix(self, keys: Sequence[OffloadKey], hits: PrefixHits, state: Any, began: int) -> None:
-        """Take an answer about a prefix that was asked for at ``began`` (``time.monotonic_ns``)."""
-
-    def looked_up_window(self, keys: Sequence[OffloadKey], found: int) -> None:
-        """Take an answer about chunks of a window, of which the first ``found`` are there."""
+    def looked_up(
+        self,
+        groups: Sequence[PromptGroup],
+        tokens_per_chunk: Sequence[int],
+        computed: int,
+        reach: Reach,
+        state: Any,
+        began: int,
+    ) -> None:
+        """Take an answer about a prompt that was asked for at ``began`` (``time.monotonic_ns``)."""
 
     def planned_store(self, keys: Sequence[OffloadKey], plan: StorePlan | None) -> None:
         """Take a plan of a store from the GPU; None: there was no room."""

@@ -55,7 +55,7 @@ from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["FAST", "LATE", "LOOKUP", "STAY", "TRIAL", "GpuQueue", "LoadShape", "Waits"]
+__all__ = ["FAST", "LATE", "LOOKUP", "STAY", "TRIAL", "GpuQueue", "Waits"]
 
 LATE = 1.1
 """A request waits so many times as long as computing takes, at most."""
@@ -71,31 +71,6 @@ _FIRST_LOOK = 0.25
 """Until something was computed, a load is not given up within this share of the time that computing may take."""
 STAY = 1.25
 """A request stops to wait for a load whose rest takes more than so many times as long as computing."""
-
-
-class LoadShape:
-    """How many chunks a load of a prompt's tokens brings. ``tokens_per_chunk``: by KV group.
-
-    ``windows``: by group, the chunks of a window or a state; 0 for full attention, which needs all of the prefix.
-    """
-
-    def __init__(self, tokens_per_chunk: Sequence[int], windows: Sequence[int] = ()) -> None:
-        groups = tuple(zip(tokens_per_chunk, (*windows, *[0] * (len(tokens_per_chunk) - len(windows))), strict=True))
-        self._full = [tokens for tokens, window in groups if not window]
-        self._windows = [(tokens, window) for tokens, window in groups if window]
-        self.has_windows = bool(self._windows)
-
-    def chunks(self, tokens: float) -> float:
-        """Return the chunks of all groups."""
-        return sum(tokens / per_chunk for per_chunk in self._full) + self.window_chunks(tokens)
-
-    def window_chunks(self, tokens: float) -> int:
-        """Return those of windows and states alone."""
-        return sum(min(window, math.ceil(tokens / per_chunk)) for per_chunk, window in self._windows)
-
-
-ONE_GROUP = LoadShape(())
-"""Of a model without windows and states."""
 
 
 class GpuQueue:
@@ -139,15 +114,12 @@ class GpuQueue:
 
 
 class Waits:
-    """Weighs tiers against computing; runs on the engine's thread.
-
-    ``shape``: of the model, by which a load of a prompt's tokens is so many chunks of all KV groups together.
-    """
+    """Weighs tiers against computing; runs on the engine's thread. ``is_whole``: of a part no use can be made."""
 
     def __init__(
-        self, options: TieringOptions, clock: Callable[[], float], cost: PrefillCost, shape: LoadShape = ONE_GROUP
+        self, options: TieringOptions, clock: Callable[[], float], cost: PrefillCost, *, is_whole: bool = False
     ) -> None:
-        self.shape = shape
+        self._is_whole = is_whole
         self._clock = clock
         self.cost = cost
         self.gpu = GpuQueue(self.cost, clock)
@@ -200,48 +172,17 @@ class Waits:
 
     # -- at the lookup
 
-    def worth_loading(
-        self,
-        slot: TierSlot,
-        chunks: int,
-        tokens_per_chunk: int,
-        state: RequestState,
-        waited: int,
-        prefix: int = 0,
-    ) -> bool:
-        """Return whether these chunks, which this tier has, are worth loading.
+    def is_sooner(self, slot: TierSlot, chunks: int, tokens: int, total: int, state: RequestState) -> bool:
+        """Return whether a tier loads its share of a request's plan sooner than the request's tokens are computed.
 
-        A load pays only if all of them land, behind the tier's queue, within the request's remaining wait; the part of
-        the queue that is the request's own would be computed too. ``waited``: how many chunks of this group the request
-        has waited for so far. ``prefix``: of a window's chunks, the tokens of the prefix that the other groups have, if
-        that is known; all of those are saved.
-
-        Of a prompt with windows or states a part is worth nothing: all of it, or none, and what was decided for the
-        first part of it holds for the others.
-        """
-        if not self.decides or (self.shape.has_windows and slot in state.loading):
-            return True
-        return self.is_sooner(slot, chunks, tokens_per_chunk, state, waited, prefix)
-
-    def is_sooner(
-        self,
-        slot: TierSlot,
-        chunks: int,
-        tokens_per_chunk: float,
-        state: RequestState,
-        waited: int,
-        prefix: int = 0,
-    ) -> bool:
-        """Return whether the tier loads these chunks sooner than they are computed; as for ``worth_loading``.
-
-        Of a model with windows or states it has to bring those of all groups for the tokens that these chunks hold.
+        The share is ``chunks`` of ``total`` chunks of all tiers and KV groups, which save computing ``tokens`` tokens.
+        It pays only if all of it lands, behind the tier's queue, within the request's remaining wait; the part of the
+        queue that is the request's own would be computed too.
         """
         now = self._clock()
-        tokens = max(state.load_tokens, prefix or (waited + chunks) * tokens_per_chunk)
-        if self.shape.has_windows:
-            chunks += 0 if prefix else self.shape.window_chunks(tokens)
-            tokens_per_chunk = tokens / max(1, self.shape.chunks(tokens))
-        left = self._seconds_by_gpu(tokens, state) - (0.0 if state.load_since is None else now - state.load_since)
+        tokens_per_chunk = tokens / max(1, total)
+        left = self._seconds_by_gpu(max(state.load_tokens, tokens), state)
+        left -= 0.0 if state.load_since is None else now - state.load_since
         in_flight = slot.metrics.loading_chunks
         own = 0 if slot.rate.seconds_per_chunk is not None else min(in_flight, state.loading.get(slot, (0, 0))[1])
         soon = slot.rate.expected(chunks, in_flight - own, now)
@@ -304,7 +245,7 @@ class Waits:
         at the prompt's end alone: without its last tokens none of it could be used. One request is enough; another one
         follows if nothing has come of it after 5 s.
         """
-        if self.cost.is_measured or not self.decides or self.shape.has_windows or tokens < LEAST_STEP * TRIAL:
+        if self.cost.is_measured or not self.decides or self._is_whole or tokens < LEAST_STEP * TRIAL:
             return False
         per_chunk, now = slot.rate.seconds_per_chunk, self._clock()
         fastest = slot.rate.prior * PRIOR_BYTES_PER_SECOND / _FASTEST_GPU
@@ -405,7 +346,7 @@ class Waits:
             own += chunks
         if not own_left:
             return False
-        tokens = state.load_tokens * (1.0 if self.shape.has_windows else own_left / own)
+        tokens = state.load_tokens * (1.0 if self._is_whole else own_left / own)
         return left > STAY * (self._seconds_by_gpu(tokens, state) + spared)
 
 

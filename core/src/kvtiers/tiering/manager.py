@@ -2,7 +2,7 @@
 
 ::
 
-    load   prefix_lookup -> promotion -> secondary/store_tier -> host/process -> primary/tier -> gpu/worker
+    load   residency -> promotion -> secondary/store_tier -> host/process -> primary/tier -> gpu/worker
     store  gpu/worker -> primary/tier -> cascade -> secondary/store_tier -> host/process
 
 One thread at a time: the caller holds ``manager.lock`` from its first call of a step to ``on_schedule_end``; a call
@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvtiers.api import LookupResult, OffloadKey, TierConfig, tenant_of
-from kvtiers.api.keys import first_misfit, group_of
+from kvtiers.api import OffloadKey, TierConfig, tenant_of
+from kvtiers.api.keys import first_misfit
 from kvtiers.api.units import waitable
 from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import EngineMetrics
@@ -31,15 +31,15 @@ from kvtiers.tiering.commands import ChunkCommands, TierCommands, WarmUpCommands
 from kvtiers.tiering.engine_side import EngineSide, EventSide, LiveSide, Watchers
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.load_or_recompute import LoadShape, Waits
+from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.load_prices import LoadPrices
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefetch import Prefetches
-from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestState, RequestTable
+from kvtiers.tiering.residency import Residency
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import (
     NO_HINTS,
@@ -49,7 +49,8 @@ from kvtiers.types import (
     LoadPlan,
     OffloadEvent,
     OffloadPolicy,
-    PrefixHits,
+    PromptGroup,
+    Reach,
     RequestContext,
     Retention,
     StorePlan,
@@ -59,7 +60,7 @@ from kvtiers.types import (
 
 __all__ = ["EngineSide", "TieringManager"]
 
-_NO_HITS = PrefixHits(0, 0, unresolved=False)
+_NOTHING = Reach(0, 0, unresolved=False)
 _STEP_SECONDS = 1.0  # how long a shutdown waits for a step that another thread is in
 _LOOK_SECONDS = 0.1  # how often it is looked for promotions that have waited too long to be read
 _P = ParamSpec("_P")
@@ -121,14 +122,14 @@ class TieringManager:
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._provenance = Provenance(self._slots)
-        self._waits = Waits(options, clock, options.prefill_cost(), LoadShape(tokens_per_chunk, windows))
+        self._waits = Waits(options, clock, options.prefill_cost(), is_whole=any(windows))
         prices = LoadPrices(self._waits.cost, prefix_group, tokens_per_chunk[prefix_group])
         self._prices = prices
         self._jobs = JobTable(primary, self._slots, self._provenance, options, clock, prices)
         self._budget = budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics, clock)
         self._promotions = Promotions(primary, self._jobs, budget, self._provenance, options, self._cascades)
-        self._lookups = Lookups(
+        self._residency = Residency(
             primary, budget, self._promotions, self._provenance, self._waits, tokens_per_chunk, metrics
         )
         self._prefetches = self._prefetches_with(budget, options)
@@ -257,54 +258,31 @@ class TieringManager:
     # -- lookups
 
     @_timed
-    def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
-        """Return where one chunk stands; for window groups, scanned from the right within the known prefix."""
-        state = self._state_for([key], ctx) if self._begin() else None
-        if state is not None and state.keeps is not None and key not in state.counted_single:
-            self._keep([key], state.keeps)
-        if state is None:
-            return LookupResult.MISS
-        found = self._lookups.single(key, state)
-        if state.trace is not None:
-            state.trace.looked_up_window([key], int(found is LookupResult.HIT))
-        return found
+    def reach(
+        self,
+        groups: Sequence[PromptGroup],
+        ctx: RequestContext,
+        computed: int = 0,
+        end: int | None = None,
+        step: int | None = None,
+    ) -> Reach:
+        """Return how much of a prompt can be loaded behind its first ``computed`` tokens, which the engine has.
 
-    @_timed
-    def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext, first: int = 0) -> PrefixHits:
-        """Return the leading run of one full-attention group's keys that is present, in chunks.
-
-        Pending chunks come into the primary by themselves: ask again in the next step until none is pending and the
-        answer is not ``unresolved``. With several groups pass each next one only keys up to the shortest run so far.
-        ``first``: the number of ``keys[0]`` among the request's chunks of the group, where the engine has those before.
+        ``groups``: the prompt's keys in all KV groups. ``end``: no token from there on is loaded; None: as far as the
+        keys go. A load ends there, or at a multiple of ``step`` tokens, by default where each group has whole chunks.
+        Pending chunks come into the primary by themselves: ask again in the next step while ``waits``.
         """
-        state = self._state_for(keys, ctx) if self._begin() and keys else None
+        state = self._state_for(groups[0].keys if groups else (), ctx) if self._begin() else None
         if state is None:
-            return _NO_HITS
-        if state.keeps is not None and len(keys) > state.kept.get(group_of(keys[0]), 0):
-            state.kept[group_of(keys[0])] = len(keys)
-            self._keep(keys, state.keeps)
-        if state.trace is None:
-            return self._lookups.prefix(keys, state, first)
-        began = time.monotonic_ns()
-        hits = self._lookups.prefix(keys, state, first)
-        state.trace.looked_up_prefix(keys, hits, state, began)
-        return hits
-
-    @_timed
-    def lookup_window(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> PrefixHits:
-        """Return the leading run of a window's chunks that is present, all of one group: what ``lookup`` says of each.
-
-        The first that is not there, if the run ends with it, ends all windows that it is in. Ask again as for a prefix.
-        """
-        state = self._state_for(keys, ctx) if self._begin() and keys else None
-        if state is None:
-            return _NO_HITS
-        if state.keeps is not None and keys[-1] not in state.counted_single:
-            self._keep(keys, state.keeps)
-        hits = self._lookups.window(keys, state)
+            return _NOTHING
+        before, began = state.counted, time.monotonic_ns() if state.trace is not None else 0
+        reach = self._residency.reach(groups, state, computed, end, step)
+        if state.keeps is not None and state.counted > before:
+            for group in groups:
+                self._keep(group.keys, state.keeps)
         if state.trace is not None:
-            state.trace.looked_up_window(keys[: hits.chunks + 1], 0 if hits.pending else hits.ready)
-        return hits
+            state.trace.looked_up(groups, self.tokens_per_chunk, computed, reach, state, began)
+        return reach
 
     @_timed
     def ready_run(self, keys: Sequence[OffloadKey]) -> int:
@@ -312,21 +290,21 @@ class TieringManager:
         return self._primary.ready_run(keys) if self._begin() else 0
 
     @_timed
-    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Ask the tiers at once about a prefix that will be looked up soon; between any two other calls."""
+    def announce(self, groups: Sequence[PromptGroup]) -> None:
+        """Ask the tiers at once about a prompt whose ``reach`` will be asked for soon; between any two other calls."""
         if self._ready and not self._closed:
-            rest = keys[self._primary.resident_run(keys)[0] :]
-            if first_misfit(rest) is not None:
+            keys = self._residency.question(groups)
+            if first_misfit(keys) is not None:
                 self._metrics.misuse += 1
                 return
-            for slot in self._slots if rest else ():
-                slot.ask_ahead(rest)
+            for slot in self._slots if keys else ():
+                slot.ask_ahead(keys)
 
     @_timed
     def keep(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> None:
         """Name a prompt's chunks, of one KV group, whose request has hints to keep them (``Retention``).
 
-        Lookups do so for the chunks that they are about: only an engine that has some of a prompt itself needs it.
+        ``reach`` does so for the prompts that it is about: only an engine that has some of a prompt itself needs it.
         """
         if not self._closed and keys and (retention := retention_of(ctx.params)).ttl:
             self._keep(keys, retention)
@@ -420,8 +398,6 @@ class TieringManager:
             self._promotions.submit()
         if self._prefetching and self._ready:
             self._prefetches.advance()
-        if self._lookups.asking:
-            self._lookups.end_step()
         if self._cascades.works_ahead:
             self._cascades.work_ahead()
         if (now := self._clock()) >= self._look_at:

@@ -15,38 +15,27 @@ from typing import NamedTuple
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.engine_side import RequestTrace, TraceSide
 from kvtiers.tiering.tier_slot import TierSlot
-from kvtiers.types import TENANT_FIELD, PrefixHits, RequestContext, Retention
+from kvtiers.types import TENANT_FIELD, Reach, RequestContext, Retention
 
-__all__ = ["Landed", "LastAnswer", "RequestState", "RequestTable", "RoomWait"]
+__all__ = ["Answer", "Landed", "RequestState", "RequestTable"]
 
 _REMEMBERED = 4096  # requests that are over, so that a late call for one of them does not open it again
 
 
-class LastAnswer(NamedTuple):
-    """The last answer to a waiting request about a prefix of ``length`` chunks up to the key ``last``.
+class Answer(NamedTuple):
+    """The last answer to a request. It holds for the same ``question`` as long as nothing changes.
 
-    It holds as long as the primary's ``changes`` stay the same.
+    That is: the primary's ``changes`` stay the same. In line for rows: ``slot`` may not have ``chunks`` rows yet, and
+    a load of these, of ``total`` chunks for ``tokens`` tokens, is still sooner than computing.
     """
 
-    hits: PrefixHits
-    length: int
-    last: OffloadKey
+    question: tuple[object, ...]
+    reach: Reach
     changes: int
-
-
-class RoomWait(NamedTuple):
-    """A request was answered ``hits`` of a prefix, and waits until ``slot`` may pin some rows.
-
-    ``length``, ``last``: of the prefix that was asked about, how many chunks, and the key of the last. The hits were
-    right at these ``changes`` of the primary's.
-    """
-
-    slot: TierSlot
-    hits: PrefixHits
-    length: int
-    last: OffloadKey
-    wanted: int
-    changes: int
+    slot: TierSlot | None = None
+    chunks: int = 0
+    tokens: int = 0
+    total: int = 0
 
 
 class Landed(NamedTuple):
@@ -80,14 +69,10 @@ class RequestState:
     lost: dict[OffloadKey, int] = field(default_factory=dict)
     lookup_since: float | None = None
     load_since: float | None = None
-    awaited: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By group: how far the run reached when it last waited, and how many of its chunks it has waited for so far."""
     load_tokens: int = 0
     """The most tokens whose chunks this request has waited for."""
-    window_waits: set[OffloadKey] = field(default_factory=set)
-    """Chunks of window groups that it has waited for."""
-    answers: dict[int, LastAnswer] = field(default_factory=dict)
-    """By group, if all that it waits for there is on its way."""
+    answer: Answer | None = None
+    """The last one, if some of the prompt was found."""
     load_over: bool = False
     """It has waited for promotions as long as it may, or as it should."""
     is_overtaken: bool = False
@@ -113,19 +98,10 @@ class RequestState:
     """It was looked up, or is over."""
     is_computed: bool = False
     """A lookup has left some of it to be computed."""
-    room_waits: dict[int, RoomWait] = field(default_factory=dict)
-    """By group, if a tier has more of it that gets no row until other loads have ended."""
-    reached: dict[int, int] = field(default_factory=dict)
-    """By group: how far the run reached when it was last asked about in this step, in tokens."""
     keeps: Retention | None = None
     """Its client wants the chunks of its prompt to stay for a while."""
-    kept: dict[int, int] = field(default_factory=dict)
-    """By group: how many chunks of its prompt were named to the primary for that."""
-    firsts: dict[int, int] = field(default_factory=dict)
-    """By group: the number of its first chunk that was asked about; the engine has those before."""
-    counted: dict[int, int] = field(default_factory=dict)
-    """Chunks already counted as looked up, by group."""
-    counted_single: set[OffloadKey] = field(default_factory=set)
+    counted: int = 0
+    """Chunks already counted as looked up."""
     counted_hits: set[OffloadKey] = field(default_factory=set)
     dropped: dict[int, set[OffloadKey]] = field(default_factory=dict)
     """Chunks that got no row, by the tier that has them."""
@@ -245,8 +221,7 @@ class RequestTable:
     def forget_answers(self) -> None:
         """Forget the last answers to waiting requests: the chunks that they call ready or pending are gone."""
         for state in self._open.values():
-            state.answers.clear()
-            state.room_waits.clear()
+            state.answer = None
 
     def close_if_done(self, state: RequestState) -> None:
         """Notify the tiers of the request's end, as soon as nothing can be submitted for it any more."""

@@ -365,21 +365,23 @@ class PinBudget:
     def set_shares(self, num_rows: int, all_tiers: float, one_tier: float) -> None:
         """Use other shares from now on; what is held above them is not taken back."""
         # Never above the share, but for the one row that each gets. The small number is floating point's.
-        self._all_rows = max(1, int(all_tiers * num_rows + 1e-9))
-        self._tier_rows = max(1, int(one_tier * num_rows + 1e-9))
+        self.all_rows = max(1, int(all_tiers * num_rows + 1e-9))
+        """Rows that all tiers together may hold."""
+        self.tier_rows = max(1, int(one_tier * num_rows + 1e-9))
+        """Rows that one tier may hold."""
 
     @property
     def room_in_all(self) -> int:
         """Rows that all tiers together may still hold."""
-        return max(0, self._all_rows - self.held)
+        return max(0, self.all_rows - self.held)
 
     def room(self, slot: TierSlot) -> int:
         """Rows that this tier may still hold, by its own budget and that of all tiers."""
-        return max(0, min(self._tier_rows - slot.metrics.pinned_rows, self._all_rows - self.held))
+        return max(0, min(self.tier_rows - slot.metrics.pinned_rows, self.all_rows - self.held))
 
     def count_over(self, slot: TierSlot, chunks: int) -> None:
         """Count chunks for which this tier had no room, for the budget that has the least left."""
-        if self._tier_rows - slot.metrics.pinned_rows <= self._all_rows - self.held:
+        if self.tier_rows - slot.metrics.pinned_rows <= self.all_rows - self.held:
             slot.metrics.over_one_tier += chunks
         else:
             slot.metrics.over_all_tiers += chunks

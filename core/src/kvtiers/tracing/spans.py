@@ -15,23 +15,12 @@ from typing import Any, NamedTuple
 
 from kvtiers.api import OffloadKey, group_of
 from kvtiers.tiering.requests import RequestState
-from kvtiers.types import LoadPlan, PrefixHits, RequestContext, StorePlan
+from kvtiers.types import LoadPlan, PromptGroup, Reach, RequestContext, StorePlan
 
 __all__ = ["Span", "SpanQueue", "TracedRequest"]
 
 _MOST_WAITING = 8192
 PRIMARY = "primary"
-
-
-class _Window:
-    """The chunks of a window group that were looked up one by one."""
-
-    __slots__ = ("asked", "began", "ended", "found")
-
-    def __init__(self) -> None:
-        self.began = self.ended = time.monotonic_ns()
-        self.asked: set[OffloadKey] = set()
-        self.found: set[OffloadKey] = set()
 
 
 class TracedRequest:
@@ -40,7 +29,7 @@ class TracedRequest:
     ``root``: its own span, made by the writer's thread.
     """
 
-    __slots__ = ("asked", "began", "context", "ended", "looked_up", "plans", "root", "spans", "windows")
+    __slots__ = ("asked", "began", "context", "ended", "found", "plans", "root", "spans")
 
     def __init__(self, spans: "SpanQueue", context: RequestContext) -> None:
         self.spans = spans
@@ -48,35 +37,40 @@ class TracedRequest:
         self.began = time.monotonic_ns()
         self.ended = 0
         self.root: Any = None
-        self.asked: dict[int, int] = {}
-        """By group, since when it waits for an answer about its prefix."""
-        self.looked_up: dict[int, tuple[int, int]] = {}
-        """By group, the length of the prefix that was looked up last, and of its run."""
-        self.windows: dict[int, _Window] = {}
+        self.asked = 0
+        """Since when it waits for an answer; 0: it does not."""
+        self.found: dict[int, tuple[int, int]] = {}
+        """By group, how many chunks were looked up last, and how many of them there were."""
         self.plans: dict[int, int] = {}
         """By plan, since when its rows are leased."""
 
-    def looked_up_prefix(self, keys: Sequence[OffloadKey], hits: PrefixHits, state: RequestState, began: int) -> None:
-        """Record a lookup when its answer stands: from the first question to it, waits included."""
-        group = group_of(keys[0])
-        if hits.pending or hits.unresolved:
-            self.asked.setdefault(group, began)
+    def looked_up(
+        self,
+        groups: Sequence[PromptGroup],
+        tokens_per_chunk: Sequence[int],
+        computed: int,
+        reach: Reach,
+        state: RequestState,
+        began: int,
+    ) -> None:
+        """Record a lookup when its answer stands, by group: from the first question to it, waits included."""
+        began = self.asked = self.asked or began
+        if reach.waits:
             return
-        began = self.asked.pop(group, began)
-        if self.looked_up.get(group) != (len(keys), hits.ready):
-            self.looked_up[group] = len(keys), hits.ready
-            outcome = _found(hits.ready, len(keys))
-            if state.given_up and outcome != "hit":
-                outcome = "computing is sooner" if state.is_overtaken else "late"
-            nbytes, tiers = hits.ready * self.spans.bytes_of(group), _tiers_of(state, hits.ready)
-            self._add("lookup", began, tiers, len(keys), hits.ready, nbytes, outcome)
-
-    def looked_up_window(self, keys: Sequence[OffloadKey], found: int) -> None:
-        """Record chunks of a window that were looked up; all those of a group are one span, at the request's end."""
-        window = self.windows.setdefault(group_of(keys[0]), _Window())
-        window.ended = time.monotonic_ns()
-        window.asked.update(keys)
-        window.found.update(keys[:found])
+        self.asked = 0
+        for keys, window, _ in groups:
+            group = group_of(keys[0]) if keys else 0
+            tokens = tokens_per_chunk[group]
+            end = (computed + reach.tokens) if reach.tokens else len(keys) * tokens
+            chunks = (min(window, end - computed) if window else len(keys) * tokens - computed) // -tokens * -1
+            ready = (min(window, reach.ready) if window else reach.ready) // -tokens * -1
+            if keys and self.found.get(group) != (chunks, ready):
+                self.found[group] = chunks, ready
+                outcome = _found(ready, chunks)
+                if state.given_up and outcome != "hit":
+                    outcome = "computing is sooner" if state.is_overtaken else "late"
+                nbytes, tiers = ready * self.spans.bytes_of(group), _tiers_of(state, ready)
+                self._add("lookup", began, tiers, chunks, ready, nbytes, outcome)
 
     def planned_store(self, keys: Sequence[OffloadKey], plan: StorePlan | None) -> None:
         """Record that rows were leased for chunks from the GPU; None: there was no room."""
@@ -108,15 +102,9 @@ class TracedRequest:
 
     def finished(self, state: RequestState) -> None:
         """Record the request's end in the engine; its stores may still run."""
-        now = time.monotonic_ns()
-        for group, began in self.asked.items():
-            self._add("lookup", began, "", 0, 0, 0, "part" if state.reached.get(group, 0) else "unanswered")
-        for group, window in self.windows.items():
-            hits, chunks = len(window.found), len(window.asked)
-            tiers, nbytes = _tiers_of(state, hits), hits * self.spans.bytes_of(group)
-            times = window.began, window.ended
-            self.spans.add(Span("lookup", self, *times, tiers, chunks, hits, nbytes, _found(hits, chunks)))
-        self.ended = now
+        if self.asked:
+            self._add("lookup", self.asked, "", 0, 0, 0, "part" if state.loading else "unanswered")
+        self.ended = time.monotonic_ns()
         self._add("request", self.began, "", 0, 0, 0, "")
 
     def _add(self, name: str, began: int, tier: str, chunks: int, moved: int, nbytes: int, outcome: str) -> None:

@@ -75,7 +75,7 @@ def test_groups_are_named_by_their_place_in_the_layout():
 
 def following(request, key):
     place = request.place(key)
-    return place, request.following(key, place)
+    return place, request.groups()[0].keys[place:]
 
 
 def test_what_follows_a_chunk_is_the_rest_of_the_prompt_in_its_group():
@@ -108,14 +108,17 @@ def test_what_is_no_chunk_of_the_prompt_has_no_place():
     assert keys().place(b"tail" * 8 + (0).to_bytes(4, "big")) is None
 
 
-def test_a_tier_is_asked_first_about_the_whole_prefix_and_about_the_windows_and_states_before_the_prompts_end():
+def test_a_load_needs_all_of_full_attention_what_windows_read_and_what_speculative_decoding_proves():
     groups = {
-        0: GroupKeys(0, 1, whole_prefix=True),
-        1: GroupKeys(1, 1, whole_prefix=False, window=4),
-        2: GroupKeys(2, 1, whole_prefix=False, window=1),
+        0: GroupKeys(0, 1, whole_prefix=True, tokens_per_chunk=16, ahead=1),
+        1: GroupKeys(1, 1, whole_prefix=False, window=33, tokens_per_chunk=16),
+        2: GroupKeys(2, 2, whole_prefix=False, window=1, tokens_per_chunk=32),
     }
     every = keys(groups=groups)
-    full = following(every, vllm_key(0))[1]
-    wanted = [full, [key[:-4] + b"\0\0\0\1" for key in full[-4:]], [full[-1][:-4] + b"\0\0\0\2"]]
-    assert [list(asked) for asked in every.questions()] == wanted
-    assert [list(prefix) for prefix in every.prefixes()] == [full]
+    named = [[vllm_key(place, group=group) for place in range(6)] for group in range(2)]
+    wanted = [(named[0], 0, 1), (named[1], 33, 0), ([vllm_key(place, group=2) for place in (1, 3, 5)], 1, 0)]
+    assert [tuple(group) for group in every.groups()] == wanted
+    assert every.needed(16, 64) == [*named[0][1:5], *named[1][1:4], vllm_key(3, group=2)]
+    assert every.needed(16, 65) == [*named[0][1:6], *named[1][2:5], vllm_key(5, group=2)]
+    assert every.needed(16, 16) == []
+    assert [list(prefix) for prefix in every.prefixes()] == [named[0]]

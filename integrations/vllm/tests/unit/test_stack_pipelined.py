@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvtiers.types import LoadPlan, PrefixHits, TransferResult
+from kvtiers.types import LoadPlan, PromptGroup, Reach, TransferResult
 
 from . import fake_vllm
 
@@ -18,6 +18,7 @@ class Manager:
 
     def __init__(self):
         self.lock = threading.Lock()
+        self.tokens_per_chunk = (16,)
         self.here, self.come, self.unresolved = 0, 0, False
         self.pinned, self.asked = [], []
         self.late = 0
@@ -28,11 +29,11 @@ class Manager:
     def ready_run(self, keys):
         return max(0, min(len(keys), self._left(keys)))
 
-    def lookup_prefix(self, keys, _context, first):
-        assert first == 10 + KEYS.index(keys[0])
+    def reach(self, groups, _context, computed, end):
+        keys = groups[0].keys[computed // 16 : end // 16]
         self.asked.append(list(keys))
-        ready = self.ready_run(keys)
-        return PrefixHits(ready, min(self.come, len(keys) - ready), self.unresolved)
+        ready = self.ready_run(keys) * 16
+        return Reach(ready, min(self.come * 16, len(keys) * 16 - ready), self.unresolved)
 
     def load_was_late(self):
         self.late += 1
@@ -45,7 +46,7 @@ class Manager:
 class Request:
     def __init__(self, name="a"):
         self.context = SimpleNamespace(request_id=name)
-        self.keys = object()
+        self.keys = SimpleNamespace(groups=lambda: [PromptGroup([b"before"] * 10 + KEYS)])
         self.load_failed = False
 
 

@@ -409,14 +409,14 @@ def test_a_store_holds_its_rows_no_longer_than_a_bound_for_a_file_system_that_ha
 
 def test_the_keys_that_are_asked_ahead_are_those_of_the_lookup(book):
     request = SimpleNamespace(request_id="one", block_hashes=[HASH, b"i" * 32], lora_request=None, cache_salt="mine")
-    (ahead,) = book.prefixes(request)
+    ahead = book.announced(request)[0].keys
     book.show(request)
     keys = book.open("one", None).keys
     assert keys.place(KEY) == 0
-    assert list(ahead) == list(keys.following(keys.of(KEY), 0))
+    assert ahead == keys.groups()[0].keys
     assert len(ahead) == 2
     plain = SimpleNamespace(request_id="two", block_hashes=[HASH], lora_request=None, cache_salt=None)
-    assert list(book.prefixes(plain)) == [[KEY]]
+    assert book.announced(plain) == [([KEY], 0, 0)]
 
 
 def prepared(request_id, *, resumable=False, hashes=(HASH,)):
@@ -429,20 +429,20 @@ def test_nothing_is_kept_of_a_session_that_has_ended(book):
     """vLLM prepares each input of a session, and one more for its end, as a request of the same id; it opens one."""
     for number in range(3):
         first = prepared(f"session {number}", resumable=True)
-        assert list(book.prefixes(first)) == [[KEY]], "its tiers are asked all the same"
+        assert book.announced(first) == [([KEY], 0, 0)], "its tiers are asked all the same"
         book.show(first)
         book.open(first.request_id, None)
-        list(book.prefixes(prepared(first.request_id, resumable=True)))
-        list(book.prefixes(prepared(first.request_id, hashes=())))
+        book.announced(prepared(first.request_id, resumable=True))
+        book.announced(prepared(first.request_id, hashes=()))
         book.close(first.request_id)
     assert not book._ahead
 
 
 def test_of_requests_that_are_never_opened_the_newest_are_kept(book):
     for number in range(5_000):
-        list(book.prefixes(prepared(f"aborted {number}")))
+        book.announced(prepared(f"aborted {number}"))
     newest = prepared("newest")
-    list(book.prefixes(newest))
+    book.announced(newest)
     assert len(book._ahead) == 4_096
     assert book._ahead["newest"][0] is newest
 
@@ -489,7 +489,7 @@ def test_a_request_of_which_this_release_offers_other_blocks_has_no_keys_and_is_
         GROUPS, weights, digests, lookup_wait=0.02, offloads_rightly=lambda request: not request.resumable
     )
     session, plain = prepared("session", resumable=True), prepared("plain")
-    assert [list(book.prefixes(shown)) for shown in (session, plain)] == [[], [[KEY]]]
+    assert [book.announced(shown) for shown in (session, plain)] == [[], [([KEY], 0, 0)]]
     for shown in (session, plain):
         book.show(shown)
     assert book.open("plain", None).keys is not None
@@ -527,7 +527,7 @@ def test_what_a_session_may_have_left_in_vllms_own_cache_is_stored_for_no_other_
 
 def test_nothing_is_asked_ahead_for_a_request_whose_adapter_is_to_be_looked_at_first(book, tmp_path):
     request = SimpleNamespace(request_id="one", block_hashes=[HASH], lora_request=adapter(tmp_path), cache_salt=None)
-    assert not list(book.prefixes(request))
+    assert not book.announced(request)
 
 
 def test_what_is_recorded_of_a_request_are_vllms_hashes_one_a_block_by_group(versions, digests):

@@ -1,4 +1,4 @@
-"""A window's chunks are looked up as one, and vLLM's scan from the right finds what it would find one by one."""
+"""A prompt of several KV groups is decided as a whole, and vLLM's scan finds exactly what was decided."""
 
 from types import SimpleNamespace
 
@@ -17,8 +17,8 @@ from . import fake_vllm
 
 GROUPS = {
     0: GroupKeys(0, 1, whole_prefix=True, tokens_per_chunk=16),
-    1: GroupKeys(1, 1, whole_prefix=False, window=4, tokens_per_chunk=16),
-    2: GroupKeys(2, 1, whole_prefix=False, window=4, tokens_per_chunk=16),
+    1: GroupKeys(1, 1, whole_prefix=False, window=49, tokens_per_chunk=16),
+    2: GroupKeys(2, 1, whole_prefix=False, window=49, tokens_per_chunk=16),
 }
 
 
@@ -27,7 +27,7 @@ class Engine:
 
     def __init__(self, module, digests, chunks, hold=False):
         options = TieringOptions(load_wait=5.0, lookup_wait=0.02, one_tier=0.9, all_tiers=0.9)
-        self.bench = Bench(rows=512, tokens_per_chunk=(16, 16, 16), windows=(0, 4, 4), options=options, hold=hold)
+        self.bench = Bench(rows=2048, tokens_per_chunk=(16, 16, 16), windows=(0, 4, 4), options=options, hold=hold)
         self.tier = self.bench.tier["a"]
         self.answers = module.LookupResult
         self.hashes = [number.to_bytes(2, "big") * 16 for number in range(chunks)]
@@ -35,7 +35,7 @@ class Engine:
         self.manager.bugs = BugCount("test")
         self.manager.requests = RequestBook(GROUPS, Weights("w", lambda: "", lambda: 0), digests, lookup_wait=0.02)
         self.manager._manager = self.bench.manager
-        self.manager._answered_for, self.manager._answers, self.manager._asked = None, {}, set()
+        self.manager._answered_for, self.manager._answers = None, set()
         self.manager._began_idle = self.manager._alone = False
         self.manager._brought = set()
         self.manager.window_blocks = None
@@ -53,31 +53,38 @@ class Engine:
 
     def step(self, seconds=0.001):
         self.manager._forget_answers()
-        self.request.runs.clear()
         self.bench.step(seconds)
 
-    def scan(self, group, required, start, end, later=None):
-        """vLLM 0.32's ``_sliding_window_lookup`` over the chunks from ``start`` to ``end``; None: it is deferred."""
-        defer = pending = False
-        found, later = 0, later or required
+    def scan(self, group, start, end):
+        """vLLM 0.32's lookups of a group between these chunks; return up to where it finds what it needs."""
+        hit = self.answers.HIT
+        if not group:
+            places = range(start, end)
+            return next((p for p in places if self.look(group, p) is not hit), end)
+        found = 0
         for place in range(end - 1, start - 1, -1):
-            answer = self.manager.lookup(self.key(group, place), self.context)
-            if answer in (self.answers.HIT, self.answers.HIT_PENDING):
-                pending = pending or answer is self.answers.HIT_PENDING
-                found += 1
-            else:
-                defer = defer or answer is self.answers.RETRY
-                found, pending, required = 0, False, later
-            if found == required:
-                return None if defer or pending else place + required
-        return None if defer or pending else start + found
+            found = found + 1 if self.look(group, place) is hit else 0
+            if found == 4:
+                return place + 4
+        return start + found
 
-    def found(self, *scan, steps=8):
+    def look(self, group, place):
+        self.looked += 1
+        return self.manager.lookup(self.key(group, place), self.context)
+
+    def found(self, computed, end, steps=8):
+        """How many chunks are loaded behind the computed ones: as decided, and as vLLM finds."""
         for _ in range(steps):
-            if (end := self.scan(*scan)) is not None:
-                return end
+            if not self.manager.waits(self.context, 16 * computed, 16 * end):
+                break
             self.step()
-        raise AssertionError("it is deferred for ever")
+        else:
+            raise AssertionError("it is deferred for ever")
+        self.looked, last = 0, end
+        for group in (0, 1, 2):
+            last = self.scan(group, computed, last)
+        assert [self.scan(group, computed, last) for group in (0, 1, 2)] == [last] * 3
+        return last
 
 
 @pytest.fixture(scope="module")
@@ -88,61 +95,68 @@ def engine():
         digests.close()
 
 
-def truth(there, required, start, end):
-    """Where the last window before ``end`` is present, chunk by chunk."""
-    found = 0
-    for place in range(end - 1, start - 1, -1):
-        found = found + 1 if place in there else 0
-        if found == required:
-            return place + required
-    return start + found
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_scan_finds_the_window_that_it_would_find_chunk_by_chunk(engine, data):
+def test_vllms_scan_finds_the_place_that_was_decided_and_all_of_it_can_be_loaded(engine, data):
     chunks = data.draw(st.integers(1, 40))
-    runs = data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=5))
-    there = {place for begin, length in runs for place in range(begin, begin + length) if place < chunks}
+    had = set()
+    for group in (0, 1, 2):
+        runs = data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4))
+        runs += [(0, data.draw(st.integers(0, 40)))] if not group else []
+        had |= {(group, place) for begin, length in runs for place in range(begin, begin + length) if place < chunks}
     start = data.draw(st.integers(0, chunks - 1))
-    required = data.draw(st.sampled_from([4, 5]))  # one more for speculative decoding
     played = engine(chunks)
-    played.request.computed = 16 * start
-    played.tier.put([played.key(1, place) for place in there])
-    end = played.found(1, required, start, chunks)
-    assert end == truth(there, required, start, chunks)
-    window = [played.key(1, place) for place in range(max(start, end - required), end)]
-    assert played.bench.primary.ready_run(window) == len(window), "it can be loaded"
+    played.tier.put([played.key(*one) for one in had])
+
+    def needed(end):
+        windows = {(group, place) for group in (1, 2) for place in range(max(start, end - 4), end)}
+        return windows | {(0, place) for place in range(start, end)}
+
+    truth = next(end for end in range(chunks, start - 1, -1) if end == start or needed(end) <= had)
+    assert played.found(start, chunks) == truth
+    keys = [played.key(*one) for one in needed(truth)] if truth > start else []
+    assert played.bench.primary.ready_run(keys) == len(keys), "it can be loaded"
     assert played.manager.bugs._bugs == 0
 
 
-def test_a_window_is_one_question_and_what_is_not_answered_is_asked_once_a_step(engine):
+def test_a_prompt_is_one_question_and_vllm_looks_up_no_more_than_is_loaded(engine):
     """Chunk by chunk a restart and a burst of 24 prompts of 8k tokens made hundreds of thousands of lookups."""
-    played = engine(512)
+    played = engine(256)
     played.tier.answer = RETRY
-    for group in (1, 2):
-        assert played.scan(group, 4, 0, 512) is None
-    assert [len(keys) for keys in played.tier.asked] == [4, 4]
+    assert played.manager.waits(played.context, 0, 4096)
+    wanted = [played.key(0, place) for place in range(256)]
+    wanted += [played.key(group, place) for group in (1, 2) for place in range(252, 256)]
+    assert played.tier.asked == [wanted]
     played.tier.answer = None
-    for group in (1, 2):
-        played.tier.put([played.key(group, place) for place in range(508, 512)])
+    played.tier.put(wanted)
     played.step()
-    played.tier.asked.clear()
-    assert [played.scan(group, 4, 0, 512) for group in (1, 2)] == [None, None], "on their way"
-    assert [len(keys) for keys in played.tier.asked] == [4, 4]
-    played.step()
-    assert [played.scan(group, 4, 0, 512) for group in (1, 2)] == [512, 512]
-    assert len(played.tier.asked) == 2
-    assert played.bench.figures()["lookups"] == 8
+    assert played.found(0, 256) == 256
+    assert played.looked == 2 * len(wanted), "twice here"
+    assert played.bench.figures()["lookups"] == 264
+    assert [sorted(job.keys) for job in played.tier.loads] == [sorted(wanted)]
 
 
 def test_of_a_window_that_is_there_in_part_nothing_is_loaded(engine):
     played = engine(64)
-    played.tier.put([played.key(1, place) for place in (20, 21, 22, 23, 40, 41, 60, 61, 63)])
-    assert played.found(1, 4, 0, 64) == 24
+    there = [played.key(0, place) for place in range(64)]
+    there += [played.key(group, place) for group in (1, 2) for place in (20, 21, 22, 23, 40, 41, 60, 61, 63)]
+    played.tier.put(there)
+    assert played.found(0, 64) == 24
+    (job,) = played.tier.loads
+    assert set(job.keys) == set(there[:24]) | {played.key(group, place) for group in (1, 2) for place in range(20, 24)}
+
+
+def test_a_part_of_a_block_that_was_not_decided_about_is_looked_up_alone(engine):
+    played = engine(8)
+    part = b"part of a block" + (0).to_bytes(4, "big")
+    played.request.keys._known.add(part[:-4])
+    assert played.found(0, 8) == 0
+    assert played.manager.lookup(part, played.context) is played.answers.MISS
+    played.tier.put([part])
     played.step()
-    assert [list(job.keys) for job in played.tier.loads] == [[played.key(1, place) for place in range(20, 24)]]
-    assert len(played.tier.asked) <= 2 * 64 / 4, "in two scans"
+    assert played.manager.lookup(part, played.context) is played.answers.HIT_PENDING
+    played.step()
+    assert played.manager.lookup(part, played.context) is played.answers.HIT
 
 
 def test_vllm_is_told_of_each_loaded_chunk_whether_a_tier_or_the_primary_had_it(engine):
@@ -150,10 +164,10 @@ def test_vllm_is_told_of_each_loaded_chunk_whether_a_tier_or_the_primary_had_it(
     manager, bench = scene.manager, scene.bench
     manager._limit = SimpleNamespace(load_found=lambda: None)
     keys = [scene.key(0, place) for place in range(8)]
+    windows = [scene.key(group, place) for group in (1, 2) for place in range(4, 8)]
     bench.store(keys[:3])
-    scene.tier.put(keys[3:])
-    while manager.lookup(keys[0], scene.context) is not scene.answers.HIT:
-        scene.step()
+    scene.tier.put(keys[3:] + windows)
+    assert scene.found(0, 8) == 8
 
     def sources():
         manager.prepare_load(keys, scene.context)

@@ -78,10 +78,10 @@ def test_a_requests_keys_have_its_tenant_whichever_way_it_is_named(book):
 
 def test_a_probe_that_is_sent_ahead_names_the_same_chunks_as_the_lookup(book):
     request = shown("one", "blue")
-    (ahead,) = book.prefixes(request)
+    ahead = book.announced(request)[0].keys
     assert list(ahead) == [make_offload_key(HASH, 0, "blue")]
     assert opened(book, request).keys.of(KEY) == ahead[0]
-    (salted,) = book.prefixes(shown("two", salt="red:x"))
+    salted = book.announced(shown("two", salt="red:x"))[0].keys
     assert tenant_of(salted[0]) == "red"
 
 
@@ -90,7 +90,7 @@ def test_a_probe_that_is_sent_ahead_names_the_same_chunks_as_the_lookup(book):
 )
 def test_a_request_whose_tenant_may_not_be_has_no_keys_and_is_not_probed_for(book, tenant, salt, caplog):
     request = shown("one", tenant, salt)
-    assert list(book.prefixes(request)) == []
+    assert book.announced(request) == []
     assert opened(book, request).keys is None
     assert len([record for record in caplog.records if "runs without tiers" in record.getMessage()]) == 1
 

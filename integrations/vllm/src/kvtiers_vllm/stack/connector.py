@@ -116,6 +116,7 @@ class KvtiersConnector(OffloadingConnector):
         if (scheduler := self.connector_scheduler) is not None:
             scheduler.config = _with_checkpoints(scheduler.config)
             scheduler.manager.window_blocks = _window_blocks(scheduler)
+            scheduler.manager.requests.needs(_needs(scheduler.config))
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any, **more: Any) -> Any:
@@ -133,19 +134,25 @@ class KvtiersConnector(OffloadingConnector):
         self.connector_scheduler.manager.requests.show(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """Report vLLM's own prefix hits to the manager; defer requests whose adapter has no digest yet.
+        """Defer a request that waits for its chunks, or for its adapter's digest; let vLLM look up another one.
 
         A pass that has found loads and takes long defers its other requests, too, so that the loads begin.
         """
-        if self._holds_back(request.request_id, num_computed_tokens):
+        if self._holds_back(request, num_computed_tokens):
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     @never_raises(lambda: False)
-    def _holds_back(self, request_id: str, num_computed_tokens: int) -> bool:
+    def _holds_back(self, request: Any, computed: int) -> bool:
         manager = self.connector_scheduler.manager
-        manager.requests.has_local_prefix(request_id, num_computed_tokens)
-        return bool(manager.requests.holds_back(request_id)) or manager.pass_is_over()
+        manager.requests.has_local_prefix(request.request_id, computed)
+        if manager.requests.holds_back(request.request_id) or manager.pass_is_over():
+            return True
+        status = self.connector_scheduler._req_status[request.request_id]  # noqa: SLF001 -- vLLM shows it to no connector
+        if status.transfer_jobs or request.skip_reading_prefix_cache:
+            return False
+        end = _last_token(self.connector_scheduler, status, request.num_tokens, computed)
+        return bool(manager.waits(status.req_context, computed, end))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Record how much a step computes; one that computes nothing leaves the copies some time."""
@@ -284,6 +291,33 @@ def _with_checkpoints(config: Any) -> Any:
     interval = max(least, _CHECKPOINT_TOKENS // least * least)
     _log.info("sliding windows are stored before every %d tokens of a prompt, and before its end", interval)
     return config._replace(retention_interval=interval)
+
+
+def _needs(config: Any) -> dict[int, tuple[int, int]]:
+    """Return by vLLM's number of a group how many tokens before a load's end, and chunks behind it, vLLM looks up."""
+    needs = {}
+    for group in config.kv_group_configs:
+        window, spec = 0, group.kv_cache_spec
+        if group.sliding_window_size_in_chunks is not None:
+            window = (group.sliding_window_size_in_chunks - 1) * group.tokens_per_chunk + 1
+            read = getattr(spec, "sliding_window", 0) or 0
+            window = max(window, read - 1 + (getattr(spec, "extra_retained_tokens", 0) or 0))
+        needs[int(group.group_idx)] = window, int(bool(getattr(group, "is_eagle_group", False)))
+    return needs
+
+
+def _last_token(scheduler: Any, status: Any, tokens: int, computed: int) -> int:
+    """Return how many of a request's tokens vLLM would load at most: with windows one is left to compute."""
+    groups = scheduler.config.kv_group_configs
+    most = getattr(status, "max_load_tokens", None)
+    end: int = tokens if most is None else min(tokens, computed + most)
+    if any(group.sliding_window_size_in_chunks is not None for group in groups):
+        end -= 1
+        align = getattr(scheduler, "_mamba_align_size", None)
+        end -= end % align if align else 0
+    if most is not None:
+        end -= end % math.lcm(*(group.tokens_per_chunk for group in groups))
+    return end
 
 
 def _is_windowed(group: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtiers.api import OffloadKey, make_offload_key
+from kvtiers.types import PromptGroup
 
 __all__ = ["REQUEST_KEY_FORMAT", "GroupKeys", "RequestKeys", "derive_hash", "digest_of"]
 
@@ -23,7 +24,8 @@ _GROUP_BYTES = 4  # vLLM's key ends with the number of its group
 class GroupKeys:
     """How one group's keys are made. ``index``: the group's place in the layout. ``whole_prefix``: full attention.
 
-    ``window``: the chunks of a window or a state, 0 for full attention; ``tokens_per_chunk``: 0 where it is of no use.
+    ``window``: how many tokens before a position are read there, 0 for full attention; ``ahead``: how many chunks
+    behind a load have to be present, of a group of speculative decoding.
     """
 
     index: int
@@ -32,6 +34,7 @@ class GroupKeys:
     hashes_per_block: int = 1
     window: int = 0
     tokens_per_chunk: int = 0
+    ahead: int = 0
 
 
 def derive_hash(block_hash: bytes, adapter: bytes, salt: bytes) -> bytes:
@@ -130,13 +133,23 @@ class RequestKeys:
                 self._follow(number)
                 yield self._prefixes[number]
 
-    def questions(self) -> Iterator[Sequence[OffloadKey]]:
-        """Yield the keys about which a tier is asked first: of windows and states those before the prompt's end."""
-        yield from self.prefixes()
+    def groups(self) -> list[PromptGroup]:
+        """Return the keys so far of all groups, as a tiering manager is asked about them."""
+        self.still_hold()
+        for number in self._groups:
+            self._follow(number)
+        return [
+            PromptGroup(self._prefixes[number], group.window, group.ahead) for number, group in self._groups.items()
+        ]
+
+    def needed(self, computed: int, end: int) -> list[bytes]:
+        """Return vLLM's keys of the chunks that a load of the tokens from ``computed`` to ``end`` needs."""
+        found: list[bytes] = []
         for number, group in self._groups.items():
-            if group.window:
-                self._follow(number)
-                yield self._prefixes[number][-group.window :]
+            tokens = max(1, group.tokens_per_chunk)
+            first = max(computed, end - group.window) if group.window else computed
+            found += self._shown[number][first // tokens : -(-end // tokens) + group.ahead] if end > computed else ()
+        return found
 
     def _follow(self, number: int) -> None:
         """Make the keys of the blocks that vLLM has hashed since."""
@@ -148,11 +161,3 @@ class RequestKeys:
         self._places.update(zip(shown, range(len(prefix), len(prefix) + len(shown)), strict=True))
         self._shown[number] += shown
         prefix += self.of_all(shown)
-
-    def following(self, key: bytes, place: int) -> Sequence[OffloadKey]:
-        """Return the request's keys in the KV group of ``key``, from index ``place`` on."""
-        return self._prefixes[int.from_bytes(key[-_GROUP_BYTES:], "big")][place:]
-
-    def shown(self, key: bytes, first: int, count: int) -> Sequence[bytes]:
-        """Return vLLM's own keys in the KV group of ``key``: ``count`` of them from index ``first`` on."""
-        return self._shown[int.from_bytes(key[-_GROUP_BYTES:], "big")][first : first + count]

@@ -71,7 +71,7 @@ def group_keys(layout: CacheLayout, offloading: Any) -> Mapping[int, GroupKeys]:
             layout.tokens_per_chunk(index) // tokens_per_hash,
             whole_prefix=layout.groups[index].kind == "full_attention",
             hashes_per_block=layout.groups[index].tokens_per_block // tokens_per_hash,
-            window=layout.windows[index],
+            window=layout.windows[index] * layout.tokens_per_chunk(index),
             tokens_per_chunk=layout.tokens_per_chunk(index),
         )
         for index, group in enumerate(offloading.groups)

@@ -1,8 +1,8 @@
-"""The manager for vLLM's scheduler: translates its calls, and caches the answers that vLLM asks for piece by piece.
+"""The manager for vLLM's scheduler: translates its calls, and decides for a request before vLLM looks it up.
 
-vLLM looks up each chunk of a prefix alone. The first lookup of a group in a step looks up the
-whole rest of the prefix in ``TieringManager``, and the other lookups are answered from that. So does the first of a
-window look up the window.
+vLLM looks up each chunk alone. kvtiers' connector asks ``TieringManager`` once about the whole prompt before
+(``waits``): a request that has to wait is deferred without a look, and for another one vLLM's lookups are answered from
+a dict of exactly the chunks that are to be loaded.
 
 A plan (a lease of rows for a copy) ends when every rank has reported its copy, by the connector's own channel: vLLM
 tracks neither failed copies nor, after a reset, those in flight. A request whose load has failed gets no further hits,
@@ -23,9 +23,8 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
-from kvtiers.api import LookupResult as Answer
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.types import LoadPlan, PrefixHits, RequestContext, StorePlan
+from kvtiers.types import LoadPlan, PromptGroup, Reach, RequestContext, StorePlan
 from kvtiers.types import OffloadPolicy as Policy
 from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.life import FirstReport
@@ -34,7 +33,7 @@ from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 from kvtiers_vllm.stack.keys import RequestKeys
 from kvtiers_vllm.stack.pipelined_loads import PipelinedLoads
 from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
-from kvtiers_vllm.stack.requests import OpenRequest, RequestBook, Run
+from kvtiers_vllm.stack.requests import OpenRequest, RequestBook
 from kvtiers_vllm.stack.steps import PassLimit, StepClock
 from kvtiers_vllm.stack.worker import NO_PLAN, WAKEUP, PlannedRows
 
@@ -45,13 +44,6 @@ __all__ = ["KvtiersManager", "WindowBlocks"]
 
 _log = logging.getLogger("kvtiers.vllm")
 
-_ANSWERS = {
-    Answer.MISS: LookupResult.MISS,
-    Answer.HIT: LookupResult.HIT,
-    Answer.HIT_PENDING: LookupResult.HIT_PENDING,
-    Answer.RETRY: LookupResult.RETRY,
-}
-_THERE = (LookupResult.HIT, LookupResult.HIT_PENDING)
 _POLICIES = {
     Policy.CHUNK_LEVEL: OffloadPolicy.CHUNK_LEVEL,
     Policy.REQUEST_LEVEL: OffloadPolicy.REQUEST_LEVEL,
@@ -94,7 +86,6 @@ class KvtiersManager(OffloadingManager):
         self._vllm_events = vllm_events
         self._figures = figures
         self._on_shutdown = on_shutdown
-        self._asked: set[OpenRequest] = set()
         self._backoff = IdleBackoff(sleep=WAKEUP.wait)
         self._limit = PassLimit()
         self._passed_over = False
@@ -102,9 +93,9 @@ class KvtiersManager(OffloadingManager):
         self._alone = alone
         self._core = core
         self._answered_for: Any = None
-        """The context of the request whose answers are in ``_answers``, in this step."""
-        self._answers: dict[bytes, LookupResult] = {}
-        """By vLLM's key: it asks chunk by chunk, and one sweep over the prefix has answered them all."""
+        """The context of the request for which was decided last, in this step."""
+        self._answers: set[bytes] = set()
+        """Of that request: vLLM's keys of the chunks that can be loaded."""
         self._brought: set[bytes] = set()
         """Those chunks of the last load that a tier has brought for it, by vLLM's keys."""
         self.window_blocks: WindowBlocks | None = None
@@ -113,7 +104,7 @@ class KvtiersManager(OffloadingManager):
         self._said_unseen = False
         self._began_idle: bool | None = None
         """Nothing but new requests could be computed when this step's first lookup came; None before it."""
-        core.request_arrived.append(self._ask_ahead)
+        core.request_arrived.append(self._announce)
 
     # -- requests
 
@@ -153,7 +144,6 @@ class KvtiersManager(OffloadingManager):
         if req_context is self._answered_for:
             self._forget_answers()
         if request is not None:
-            self._asked.discard(request)
             self.pipelined.drop(request)
             output = request.output_tokens()
             with self._manager.lock:
@@ -169,106 +159,76 @@ class KvtiersManager(OffloadingManager):
 
     # -- lookups and loads
 
-    @never_raises(lambda: LookupResult.MISS)
-    def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Look one chunk up."""
-        if req_context is self._answered_for and (answer := self._answers.get(key)) is not None:
-            return answer
+    @never_raises(lambda: False)
+    def waits(self, req_context: Any, computed: int, end: int) -> bool:
+        """Decide how much of a request's first ``end`` tokens is loaded; True: vLLM is to ask again in its next pass.
+
+        ``computed``: how many of them vLLM has itself. Its lookups for the request are answered by that from then on.
+        """
         if self._began_idle is None:
             self._began_idle = self._alone and self._core.is_idle()
         self._follow_weights()
+        self._answered_for, self._answers = req_context, set()
         request = self.requests.get(req_context.req_id)
         keys = None if request is None or request.load_failed else request.keys
         if request is None or keys is None:
+            return False
+        groups = keys.groups()
+        reach = self._ask(groups, request, computed, end)
+        needed = keys.needed(computed, computed + reach.tokens)
+        if self._describer is not None and reach.pending and request.described < computed + reach.tokens:
+            request.described = computed + reach.tokens
+            self._describe(request, keys, needed)
+        if reach.unresolved or (reach.pending and not self.pipelined.can_begin(keys.of_all(needed[:1]))):
+            return True
+        self._answers = set(needed)
+        return False
+
+    @never_raises(lambda: LookupResult.MISS)
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Look one chunk up: by what was decided for its request, or alone where that says nothing of it.
+
+        That is the part of a block at a prompt's end, and whatever vLLM asks without kvtiers' connector.
+        """
+        is_decided = req_context is self._answered_for
+        if is_decided and key in self._answers:
+            return LookupResult.HIT
+        request = self.requests.get(req_context.req_id)
+        keys = None if request is None or request.load_failed else request.keys
+        if request is None or keys is None or (is_decided and keys.place(key) is not None):
             return LookupResult.MISS
-        place = keys.place(key)
-        if req_context is not self._answered_for:
-            self._answered_for, self._answers = req_context, {}
-        if place is not None and keys.group_of(key).whole_prefix:
-            return self._of_prefix(key, place, request, keys)
         if not request.names(keys, (key,)):
             return LookupResult.MISS
-        if place is not None and keys.group_of(key).window > 1 and not self._is_in_a_row(key, place, keys):
-            return self._of_window(key, place, request, keys)
         with self._manager.lock:
-            return _ANSWERS[self._manager.lookup(keys.of(key), request.context)]
+            reach = self._manager.reach([PromptGroup([keys.of(key)])], request.context)
+        if reach.unresolved:
+            return LookupResult.RETRY
+        return LookupResult.HIT_PENDING if reach.pending else LookupResult.HIT if reach.ready else LookupResult.MISS
 
-    def _of_prefix(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Any:
-        run = self._run(key, place, request, keys)
-        place -= run.first
-        if place < run.hits.chunks:  # vLLM defers a request of whose run any chunk is pending, whichever it is
-            waits = run.hits.pending and not self._can_begin(run, keys.following(key, run.first))
-            answer = LookupResult.HIT_PENDING if waits else LookupResult.HIT
-            self._answers.update(dict.fromkeys(keys.shown(key, run.first, run.hits.chunks), answer))
-            return answer
-        return LookupResult.RETRY if place == run.hits.chunks and run.hits.unresolved else LookupResult.MISS
-
-    def _is_in_a_row(self, key: bytes, place: int, keys: RequestKeys) -> bool:
-        """Return whether the chunk behind this one is there: then vLLM wants a window longer than the group's own."""
-        behind = keys.shown(key, place + 1, 1)
-        return bool(behind) and self._answers.get(behind[0]) in _THERE
-
-    def _of_window(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Any:
-        """Answer for the window that ends with this chunk, as one: vLLM scans from the right, one chunk a call.
-
-        A chunk that is missing ends all windows that it is in. While an answer is missing vLLM goes on to the head, and
-        nothing more is asked.
-        """
-        group = keys.group_of(key)
-        first = min(place, max(place + 1 - group.window, request.computed // max(1, group.tokens_per_chunk)))
-        wanted = keys.following(key, first)[: place + 1 - first]
-        hits = self._ask(wanted, lambda: self._manager.lookup_window(wanted, request.context))
-        if hits.unresolved:
-            first, answer = 0, LookupResult.RETRY
-        elif hits.chunks == len(wanted):
-            answer = LookupResult.HIT_PENDING if hits.pending else LookupResult.HIT
-        else:
-            first, answer = first + hits.chunks, LookupResult.MISS
-        self._answers.update(dict.fromkeys(keys.shown(key, first, place + 1 - first), answer))
-        return answer
-
-    def _run(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Run:
-        """Return this step's answer for the prefix from this chunk, or from one before it, on."""
-        group = _group_number(key)
-        run = request.runs.get(group)
-        if run is None or place < run.first:
-            wanted = keys.following(key, place)
-            hits = self._ask(wanted, lambda: self._manager.lookup_prefix(wanted, request.context, place))
-            run = request.runs[group] = Run(place, hits)
-            self._asked.add(request)
-            if self._describer is not None and hits.pending and request.described < place + hits.chunks:
-                request.described = place + hits.chunks
-                self._describe(request, keys, keys.shown(key, place, hits.chunks))
-        return run
-
-    def _ask(self, wanted: Sequence[bytes], look: Callable[[], PrefixHits]) -> PrefixHits:
-        """Look up; where nothing can be computed meanwhile, wait a moment for the tiers' answers."""
+    def _ask(self, groups: Sequence[PromptGroup], request: OpenRequest, computed: int, end: int) -> Reach:
+        """Ask how much can be loaded; where nothing can be computed meanwhile, wait a moment for the tiers' answers."""
         with self._manager.lock:
-            hits = look()
-        while hits.unresolved and not hits.pending and self._began_idle:
+            reach = self._manager.reach(groups, request.context, computed, end)
+        while reach.unresolved and not reach.pending and self._began_idle:
             with self._manager.lock:
-                self._manager.ask_ahead(wanted)
+                self._manager.announce(groups)
             if not self._backoff.for_answer():
                 break
             with self._manager.lock:
                 self._manager.look_again()
-                hits = look()
-        return hits
+                reach = self._manager.reach(groups, request.context, computed, end)
+        return reach
 
     @never_raises(lambda: None)
-    def _ask_ahead(self, shown: Any) -> None:
-        """Probe the tiers for a request that has just arrived, unless the engine is calling them; on any thread."""
+    def _announce(self, shown: Any) -> None:
+        """Ask the tiers about a request that has just arrived, unless the engine is calling them; on any thread."""
         WAKEUP.announce()
-        for keys in self.requests.prefixes(shown):
-            if keys and self._manager.lock.acquire(blocking=False):
-                try:
-                    self._manager.ask_ahead(keys)
-                finally:
-                    self._manager.lock.release()
-
-    def _can_begin(self, run: Run, keys: Sequence[bytes]) -> bool:
-        """Return whether the rows of a run that is partly pending can follow its load in parts."""
-        return not run.hits.unresolved and self.pipelined.can_begin(keys[: run.hits.chunks])
+        groups = self.requests.announced(shown)
+        if groups and self._manager.lock.acquire(blocking=False):
+            try:
+                self._manager.announce(groups)
+            finally:
+                self._manager.lock.release()
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Pin chunks; if that is impossible, the load fails and vLLM computes them."""
@@ -382,9 +342,6 @@ class KvtiersManager(OffloadingManager):
         """Send what the step has collected."""
         del context  # who was scheduled is nothing to the tiers
         self._passed_over = self._limit.pass_ends()
-        for request in self._asked:
-            request.runs.clear()
-        self._asked.clear()
         self._forget_answers()
         self._began_idle = None
         self._plans.confirm()
@@ -418,7 +375,7 @@ class KvtiersManager(OffloadingManager):
                 self._manager.set_weights_version(name)
 
     def _forget_answers(self) -> None:
-        self._answered_for, self._answers = None, {}
+        self._answered_for, self._answers = None, set()
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
@@ -445,7 +402,6 @@ class KvtiersManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget all chunks; the tiers keep theirs."""
         for request in self.requests:
-            request.runs.clear()
             request.described = 0
         self._forget_answers()
         with self._manager.lock:

@@ -106,14 +106,15 @@ class PipelinedLoads:
         return bool(self._open or self._parts)
 
     def _advance(self, load: _Load) -> None:
-        request, rest = load.request, load.keys[load.done :]
+        request = load.request
         more, rows = False, None
         if request.keys is not None and not request.load_failed:
+            tokens = self._manager.tokens_per_chunk[0]
+            begin, end = ((load.first + chunks) * tokens for chunks in (load.done, len(load.keys)))
             with self._manager.lock:
-                hits = self._manager.lookup_prefix(rest, request.context, load.first + load.done)
-            before = load.done
-            rows = self._next_rows(load) if hits.ready else None
-            more = hits.unresolved or hits.chunks > load.done - before
+                reach = self._manager.reach(request.keys.groups(), request.context, begin, end)
+            rows = self._next_rows(load) if reach.ready else None
+            more = reach.unresolved or begin + reach.tokens > (load.first + load.done) * tokens
         is_last = load.done == len(load.keys) or not more
         if rows is not None or is_last:
             self._parts.append(LoadPart(load.load_id, rows, is_last=is_last))

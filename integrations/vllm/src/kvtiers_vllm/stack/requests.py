@@ -12,19 +12,19 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvtiers.api import ConfigError, OffloadKey
+from kvtiers.api import ConfigError
 from kvtiers.layout.tenants import Tenants
-from kvtiers.types import TENANT_FIELD, PrefixHits, RequestContext
+from kvtiers.types import TENANT_FIELD, PromptGroup, RequestContext
 from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.request_field import RequestField, tenant_param
 from kvtiers_vllm.stack.adapter_digests import AdapterDigests, DigestRequest, Standing
 from kvtiers_vllm.stack.keys import GroupKeys, RequestKeys
 
-__all__ = ["OpenRequest", "RequestBook", "Run", "WeightUpdates", "Weights"]
+__all__ = ["OpenRequest", "RequestBook", "WeightUpdates", "Weights"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _MOST_AHEAD = 4_096
@@ -37,13 +37,6 @@ _CHANGES = {
     "finish_weight_update",
 }
 """The methods of vLLM's workers that change weights, by their names in ``collective_rpc``."""
-
-
-class Run(NamedTuple):
-    """The answers for a prefix from its chunk number ``first`` on."""
-
-    first: int
-    hits: PrefixHits
 
 
 @dataclass(slots=True, eq=False)
@@ -60,15 +53,11 @@ class OpenRequest:
     load_failed: bool = False
     prompt_tokens: int = 0
     """0 where vLLM does not say."""
-    computed: int = 0
-    """How many tokens of it vLLM has itself, as of its last lookup."""
     waits_since: float | None = None
     shown: Any = None
     """vLLM's own request."""
     described: int = 0
-    """Its first so many chunks have been described for KV events."""
-    runs: dict[int, Run] = field(default_factory=dict)
-    """This step's answers, by group."""
+    """Its first so many tokens' chunks have been described for KV events."""
     _keys: RequestKeys | None = None
 
     @property
@@ -188,20 +177,28 @@ class RequestBook:
         self._open[request_id] = request
         return request
 
-    def prefixes(self, shown: Any) -> Iterator[Sequence[OffloadKey]]:
-        """Yield the keys by which a request of vLLM's will be looked up, if nothing has to be found out first."""
+    def needs(self, windows: Mapping[int, tuple[int, int]]) -> None:
+        """Take what vLLM needs of each group, by its number, for a load: ``window`` and ``ahead`` of ``GroupKeys``."""
+        self._groups = {
+            number: replace(group, window=windows[number][0], ahead=windows[number][1])
+            for number, group in self._groups.items()
+        }
+
+    def announced(self, shown: Any) -> list[PromptGroup]:
+        """Return the keys by which vLLM will look a request up; none if something is to be found out first."""
         if shown.lora_request is None and self._offloads_rightly(shown):
             try:
                 named = tenant_param(getattr(shown, "kv_transfer_params", None))
                 tenant = self._tenants.named(named, _salt_of(shown))
             except ConfigError:  # said when it is opened
-                return
+                return []
             keys = self._maker_of(shown, tenant)(b"")
             if not getattr(shown, "resumable", False):  # the later inputs of a session are never opened
                 self._ahead[shown.request_id] = (shown, keys)
                 if len(self._ahead) > _MOST_AHEAD:
                     self._ahead.popitem(last=False)
-            yield from keys.questions()
+            return keys.groups()
+        return []
 
     def get(self, request_id: str) -> OpenRequest | None:
         """Return an open request."""
@@ -224,8 +221,6 @@ class RequestBook:
     def has_local_prefix(self, request_id: str, tokens: int) -> None:
         """Record how much of a request vLLM has in its own prefix cache, before it is looked up."""
         request = self._open.get(request_id)
-        if request is not None:
-            request.computed = tokens
         if request is not None and tokens:
             request.has_local_prefix = True
             request.out |= self._cache_is_old or self._cache_is_spoiled
@@ -284,7 +279,6 @@ class RequestBook:
             self._cache_is_old = True
         for request in self._open.values():
             request.out = True
-            request.runs.clear()
         return f"{self._weights.name}@{version}"
 
     def _maker_of(self, shown: Any, tenant: str) -> Callable[[bytes], RequestKeys]:

@@ -26,7 +26,7 @@ from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
-from kvtiers.types import TENANT_FIELD, RequestContext
+from kvtiers.types import TENANT_FIELD, PromptGroup, RequestContext
 
 __all__ = ["STEP_TOKENS", "Case", "CaseTier", "KeysOnlyStack", "ServedRequest"]
 
@@ -110,10 +110,10 @@ class KeysOnlyStack:
         with manager.lock:
             manager.on_new_request(context)
             wanted = keys[: request.usable]
-            hits = manager.lookup_prefix(wanted, context)
-            while hits.pending or hits.unresolved:
+            hits = manager.reach([PromptGroup(wanted)], context).in_chunks(manager.tokens_per_chunk[0])
+            while hits.waits:
                 manager.on_schedule_end()
-                hits = manager.lookup_prefix(wanted, context)
+                hits = manager.reach([PromptGroup(wanted)], context).in_chunks(manager.tokens_per_chunk[0])
             loading = manager.prepare_load(wanted[: hits.ready], context) if hits.ready else None
             if loading is not None:
                 manager.complete_load(loading)

@@ -1,10 +1,12 @@
 """How far a prefix is said to be at hand, and who is asked about it."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.types import RequestContext
+from kvtiers.types import PromptGroup, RequestContext
 
 from .harness import HIT, MISS, PENDING, RETRY, Bench, chain
 
@@ -86,8 +88,8 @@ def test_the_answers_run_ends_where_a_tier_has_no_answer():
     bench = Bench(options=WIDE)
     tier = bench.tier["a"]
     tier.lookup_many = lambda keys, context: [HIT, HIT, RETRY][: len(keys)]
-    hits = bench.manager.lookup_prefix(KEYS, bench.request())
-    assert hits.pending == len(KEYS)  # each question is answered again: HIT, HIT, RETRY
+    # Each question is answered again: HIT, HIT, RETRY.
+    assert bench.lookup(KEYS, bench.request()) == (0, len(KEYS), False)
     tier.lookup_many = lambda keys, context: [HIT if key in other[:2] else RETRY for key in keys]
     other = chain("other", 5)
     bench.forget()
@@ -136,7 +138,6 @@ def test_until_all_ranks_have_joined_nothing_is_found_and_nothing_stored():
     bench.engine.all_joined = False
     ctx = bench.request()
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
-    assert bench.manager.lookup(KEYS[0], ctx) is MISS
     assert bench.manager.prepare_store(KEYS, ctx) is None
     assert bench.manager.prepare_load(KEYS[:1], ctx) is None
     bench.engine.all_joined = True
@@ -147,22 +148,10 @@ def test_until_all_ranks_have_joined_nothing_is_found_and_nothing_stored():
 def test_a_key_of_a_group_that_there_is_not_raises_nothing():
     bench = Bench(options=WIDE)
     ctx = bench.request()
-    assert bench.lookup(chain("k", 3, group=7), ctx) == (0, 0, False)
-    assert bench.manager.lookup(chain("k", 1, group=7)[0], ctx) is MISS
+    groups = [PromptGroup(chain("k", 3, group=7))]
+    assert bench.manager.reach(groups, ctx) == (0, 0, False)
+    bench.manager.announce(groups)
     assert bench.figures()["misuse"] == 2
-
-
-def test_one_lookup_finds_what_the_prefix_lookup_finds():
-    bench = Bench(options=WIDE, tokens_per_chunk=(16, 16))
-    window = chain("w", 3, group=1)
-    bench.store(window[:1])
-    bench.tier["a"].put(window[:2])
-    ctx = bench.request()
-    assert [bench.manager.lookup(key, ctx) for key in reversed(window)] == [MISS, PENDING, HIT]
-    bench.step()
-    assert [bench.manager.lookup(key, ctx) for key in window] == [HIT, HIT, MISS]
-    bench.tier["a"].answer = RETRY
-    assert bench.manager.lookup(window[2], bench.request()) is RETRY
 
 
 def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_long():
@@ -174,47 +163,117 @@ def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_lo
     for _ in range(5):
         found.append(bench.lookup(keys, ctx))
         bench.step(1.0)
-    assert found == [(0, 448, True), (448, 426, True), (874, 405, True), (1279, 221, False), (1500, 0, False)]
+    assert found == [(0, 448, True), (448, 448, True), (896, 448, True), (1344, 156, False), (1500, 0, False)]
 
 
 def test_beside_other_prompts_a_long_prefix_is_reserved_at_once_since_the_next_step_may_come_late():
     keys = chain("long", 1500)
     bench = Bench(rows=2048, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
     bench.tier["a"].put(keys)
-    other = RequestContext("other")
-    bench.manager.on_new_request(other, 8192)
+    bench.manager.on_new_request(RequestContext("other"), 8192)
     assert bench.lookup(keys, bench.request()) == (0, 1500, False)
-    bench.manager.on_request_finished(other)
 
 
-def test_a_prefix_in_many_pieces_is_reserved_over_several_steps_also_beside_other_prompts():
-    bench = Bench(rows=5000, options=WIDE)
-    keys = long_prefix(bench)
-    other = RequestContext("other")
-    bench.manager.on_new_request(other, 8192)
-    ctx = bench.request()
-    ready, pending, unresolved = bench.lookup(keys, ctx)
-    assert unresolved
-    assert pending == 16 * 20  # each piece has 16 chunks, and the question about it counts as 64
-    while unresolved:
-        bench.step()
-        ready, pending, unresolved = bench.lookup(keys, ctx)
-    assert ready + pending == 3200
-    bench.manager.on_request_finished(other)
-
-
-def test_several_full_attention_groups_of_a_long_prefix_come_side_by_side():
-    groups = [chain("long", 1000, group=group) for group in (0, 1)]
+def test_several_full_attention_groups_of_a_long_prefix_are_one_question_and_one_plan():
+    groups = [chain("long", 200, group=group) for group in (0, 1)]
     options = TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8)
     bench = Bench(rows=4096, tokens_per_chunk=(16, 16), options=options)
     for keys in groups:
         bench.tier["a"].put(keys)
     ctx = bench.request()
-    for _ in range(8):
-        first = bench.lookup(groups[0], ctx)
-        second = bench.lookup(groups[1][: first[0] + first[1]], ctx)
-        bench.step(0.01)
-    assert (first, second) == ((1000, 0, False), (1000, 0, False))
+    assert bench.reach(groups, ctx) == (0, 3200, False)
+    assert bench.tier["a"].asked[0] == groups[0] + groups[1]
+    bench.step()
+    assert bench.reach(groups, ctx) == (3200, 0, False)
+    assert len(bench.tier["a"].loads) == 1
+
+
+def windowed(windows=(0, 4, 2), chunks=12, rows=256, hold=False, **more):
+    """A bench of full attention and windows of some chunks, and a prompt's keys by group."""
+    options = TieringOptions(lookup_wait=0.02, load_wait=5.0, one_tier=1.0, all_tiers=1.0)
+    bench = Bench(rows=rows, tokens_per_chunk=(16,) * len(windows), windows=windows, options=options, hold=hold, **more)
+    return bench, [chain("p", chunks, group) for group in range(len(windows))]
+
+
+def test_a_prompt_of_all_groups_is_one_question_one_plan_and_read_by_nobody_in_part():
+    bench, prompt = windowed(hold=True)
+    bench.tier["a"].put([*prompt[0], *prompt[1][8:], *prompt[2][10:]])
+    ctx = bench.request()
+    assert bench.reach(prompt, ctx) == (0, 192, False)
+    assert bench.tier["a"].asked[0] == [*prompt[0], *prompt[1][8:], *prompt[2][10:]]
+    bench.step()
+    assert sorted(bench.tier["a"].loads[0].keys) == sorted([*prompt[0], *prompt[1][8:], *prompt[2][10:]])
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.reach(prompt, ctx) == (192, 0, False)
+    assert bench.load([*prompt[0], *prompt[1][8:], *prompt[2][10:]], ctx)
+    assert bench.figures()["lookups"] == 18
+
+
+def test_of_windows_that_no_tier_has_whole_nothing_is_loaded_and_the_place_before_them_is_found():
+    bench, prompt = windowed()
+    bench.tier["a"].put([*prompt[0], *prompt[1][2:6], *prompt[1][9:], *prompt[2]])
+    ctx = bench.request()
+    assert bench.reach(prompt, ctx) == (0, 96, False)
+    bench.step()
+    (job,) = bench.tier["a"].loads
+    assert sorted(job.keys) == sorted([*prompt[0][:6], *prompt[1][2:6], *prompt[2][4:6]])
+
+
+def test_while_an_answer_about_a_window_is_missing_nothing_of_its_prompt_is_loaded():
+    bench, prompt = windowed()
+    tier = bench.tier["a"]
+    tier.put(prompt[0])
+    tier.lookup_many = lambda keys, context: [HIT if key in prompt[0] else RETRY for key in keys]
+    ctx = bench.request()
+    assert bench.reach(prompt, ctx) == (0, 0, True)
+    bench.step()
+    assert not tier.loads
+    del tier.lookup_many
+    tier.put([*prompt[1][8:], *prompt[2][10:]])
+    assert bench.reach(prompt, ctx) == (0, 192, False)
+
+
+def test_chunks_ahead_of_a_boundary_have_to_be_present():
+    bench, prompt = windowed(windows=(0,))
+    bench.tier["a"].put(prompt[0][:7])
+    ctx = bench.request()
+    bench.manager.reach([PromptGroup(prompt[0], ahead=1)], ctx)
+    bench.step()
+    assert bench.manager.reach([PromptGroup(prompt[0], ahead=1)], ctx) == (96, 0, False)
+    assert bench.manager.reach([PromptGroup(prompt[0])], ctx) == (112, 0, False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_the_boundary_is_the_last_place_that_all_groups_have(data):
+    """Against a search chunk by chunk: whatever lies where, in the primary, in a tier, or nowhere."""
+    windows = data.draw(st.sampled_from([(0,), (0, 0), (0, 3), (0, 2, 4), (3,), (1, 0)]))
+    chunks = data.draw(st.integers(1, 12))
+    bench, prompt = windowed(windows, chunks)
+    places = st.sets(st.tuples(st.integers(0, len(windows) - 1), st.integers(0, chunks - 1)))
+    here, there = data.draw(places), data.draw(places)
+    if not windows[0] and data.draw(st.booleans()):
+        there |= {(0, place) for place in range(chunks)}
+    bench.store([prompt[group][place] for group, place in here])
+    bench.tier["a"].values.clear()
+    bench.tier["a"].put([prompt[group][place] for group, place in there])
+    computed = data.draw(st.integers(0, chunks - 1))
+    had = here | there
+
+    def is_whole(end):
+        return all(
+            (group, place) in had
+            for group, window in enumerate(windows)
+            for place in range(max(computed, end - window) if window else computed, end)
+        )
+
+    truth = next(end for end in range(chunks, computed - 1, -1) if is_whole(end))
+    ctx = bench.request()
+    for _ in range(3):
+        ready, pending, unresolved = bench.reach(prompt, ctx, computed=16 * computed)
+        bench.step()
+    assert (ready, pending, unresolved) == (16 * (truth - computed), 0, False)
 
 
 def test_a_request_that_waits_is_answered_as_before_until_something_changes(monkeypatch):
@@ -257,66 +316,6 @@ def test_a_request_that_waits_learns_of_a_reset_and_of_a_load_that_is_given_up(c
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
 
 
-@pytest.fixture
-def walked(monkeypatch):
-    """How long the run was that rows were reserved for, and how much of it was not looked at again, by call."""
-    calls = []
-    prepare_write = CPUPrimaryTier.prepare_write
-
-    def spy(primary, keys, request_id, *, used, **options):
-        calls.append((len(keys), used))
-        return prepare_write(primary, keys, request_id, used=used, **options)
-
-    monkeypatch.setattr(CPUPrimaryTier, "prepare_write", spy)
-    return calls
-
-
-def long_prefix(bench):
-    """A prefix in turns of 16 chunks in the primary and in a tier; what else fills the primary is older."""
-    keys = chain("long", 3200)
-    here = [key for place, key in enumerate(keys) if place % 32 < 16]
-    bench.store(chain("other", bench.primary.free_rows - len(here)))
-    bench.store(here)
-    for tier in bench.tier.values():
-        tier.values.clear()
-    bench.tier["a"].put([key for key in keys if key not in set(here)])
-    return keys
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc", "turn-hazard"])
-def test_what_a_request_has_walked_is_not_walked_again_to_reserve_rows_and_does_not_make_room(walked, policy):
-    bench = Bench(rows=5000, options=WIDE, policy=policy)
-    keys = long_prefix(bench)
-    ctx = bench.request()
-    while bench.lookup(keys, ctx)[2]:
-        bench.step()
-    lengths = [length for length, _ in walked]
-    assert len(lengths) > 3
-    assert lengths[-1] == 3200
-    assert [used for _, used in walked] == [0, *lengths[:-1]]
-    bench.step()
-    assert bench.lookup(keys, ctx) == (3200, 0, False)
-
-
-def test_after_a_loss_or_a_reset_a_run_is_walked_from_where_it_is_not_there_any_more(walked):
-    bench = Bench(rows=5000, options=WIDE, tiers={"a": {}, "b": {}})
-    keys = long_prefix(bench)
-    ctx = bench.request()
-    tier = bench.tier["a"]
-    tier.hold = True
-    bench.lookup(keys, ctx)
-    bench.step()
-    (job,) = tier.held
-    tier.end(job, landed=())
-    tier.hold = False
-    bench.tier["b"].put(keys)
-    bench.lookup(keys, ctx)
-    bench.manager.reset_cache()
-    bench.store(keys[:1500])
-    bench.lookup(keys, ctx)
-    assert [used for _, used in walked] == [0, 16, 0]
-
-
 @pytest.mark.parametrize("policy", ["lru", "arc", "turn-hazard"])
 def test_a_runs_own_chunks_do_not_make_room_for_the_rest_of_it(policy):
     bench = Bench(rows=6, options=WIDE, policy=policy, tiers={"a": {"read_only": True}})
@@ -331,13 +330,11 @@ def test_asking_is_counted_once_for_each_chunk_and_request_whatever_is_asked_aga
     bench = Bench(tokens_per_chunk=(16, 16), options=WIDE)
     ctx = bench.request()
     for _ in range(3):
-        bench.lookup(KEYS[:4], ctx)
-        bench.lookup(chain("k", 4, group=1), ctx)
-        bench.manager.lookup(chain("w", 1, group=1)[0], ctx)
+        bench.reach([KEYS[:4], chain("k", 4, group=1)], ctx)
         bench.step()
-    assert bench.figures()["lookups"] == 9
-    bench.lookup(KEYS, ctx)
-    assert bench.figures()["lookups"] == 13
+    assert bench.figures()["lookups"] == 8
+    bench.reach([KEYS[:6], chain("k", 6, group=1)], ctx)
+    assert bench.figures()["lookups"] == 12
 
 
 def ahead(bench, name="a"):
@@ -351,26 +348,26 @@ def test_what_a_request_will_look_up_is_asked_ahead_as_far_as_the_primary_lacks_
     bench = Bench(tiers={"a": {}, "b": {}})
     bench.store(KEYS[:3])
     first, second = ahead(bench), ahead(bench, "b")
-    bench.manager.ask_ahead(KEYS)
-    bench.manager.ask_ahead(KEYS[:3])
+    bench.manager.announce([PromptGroup(KEYS)])
+    bench.manager.announce([PromptGroup(KEYS[:3])])
     assert first == second == [KEYS[3:]]
 
 
 def test_a_tier_that_cannot_be_asked_ahead_or_is_not_there_or_raises_is_left_alone():
     bench = Bench(tiers={"a": {}, "b": {}})
     bench.step()
-    bench.manager.ask_ahead(KEYS)
+    bench.manager.announce([PromptGroup(KEYS)])
     asked = ahead(bench)
     bench.tier["a"].available = False
-    bench.manager.ask_ahead(KEYS)
+    bench.manager.announce([PromptGroup(KEYS)])
     assert not asked
 
     bench.tier["a"].available = True
     bench.tier["a"].ask_ahead = lambda keys: 1 / 0
-    bench.manager.ask_ahead(KEYS)
+    bench.manager.announce([PromptGroup(KEYS)])
     bench.manager.shutdown(0.0)
     asked = ahead(bench, "b")
-    bench.manager.ask_ahead(KEYS)
+    bench.manager.announce([PromptGroup(KEYS)])
     assert not asked
 
 
