@@ -166,6 +166,30 @@ def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_lo
     assert found == [(0, 448, True), (448, 448, True), (896, 448, True), (1344, 156, False), (1500, 0, False)]
 
 
+def test_what_a_plan_has_used_already_is_not_given_to_the_eviction_policy_again(monkeypatch):
+    """Each reservation of a long prefix would take as long as one of all of it."""
+    given, prepare = [], CPUPrimaryTier.prepare_write
+    monkeypatch.setattr(
+        CPUPrimaryTier,
+        "prepare_write",
+        lambda tier, keys, request_id, **more: (
+            given.append((len(keys), more["used"])),
+            prepare(tier, keys, request_id, **more),
+        )[1],
+    )
+    keys = chain("long", 1200)
+    bench = Bench(rows=2048, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    for _ in range(3):
+        bench.lookup(keys, ctx)
+        bench.step(1.0)
+    assert given == [(448, 0), (896, 448), (1200, 896)]
+    bench.manager.reset_cache()
+    bench.lookup(keys, ctx)
+    assert given[3:] == [(448, 0)], "what is not there any more has to be given rows"
+
+
 def test_beside_other_prompts_a_long_prefix_is_reserved_at_once_since_the_next_step_may_come_late():
     keys = chain("long", 1500)
     bench = Bench(rows=2048, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))

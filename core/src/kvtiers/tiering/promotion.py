@@ -69,12 +69,19 @@ class Promotions:
         return bool(self._batches)
 
     def reserve(
-        self, run: Sequence[OffloadKey], shares: Mapping[TierSlot, Share], state: RequestState, *, is_whole: bool
+        self,
+        run: Sequence[OffloadKey],
+        shares: Mapping[TierSlot, Share],
+        state: RequestState,
+        *,
+        is_whole: bool,
+        used: int = 0,
     ) -> bool:
         """Reserve rows for a plan; False: there are none, or not for all of it where it ``is_whole``.
 
         ``run``: the plan's chunks among those that the request has in the primary already, in the order of its prompt.
-        Those stay there: they do not make room for these.
+        Those stay there: they do not make room for these. ``used``: how many of the first ones are in the primary,
+        and were in the run of the last plan.
         """
         wanted = sum(len(share.keys) for share in shares.values())
         clean_before = self._primary.clean_rows
@@ -84,6 +91,7 @@ class Promotions:
             state.context.request_id,
             reserve_rows=max(1, math.ceil(self._store_reserve * usable - 1e-9)),
             max_rows=wanted,
+            used=used,
         )
         row_of = {} if got is None else dict(zip(got.keys, got.rows, strict=True))
         if got is not None:

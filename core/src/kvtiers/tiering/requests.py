@@ -71,6 +71,8 @@ class RequestState:
     load_since: float | None = None
     load_tokens: int = 0
     """The most tokens whose chunks this request has waited for."""
+    used: tuple[int, OffloadKey] = (0, b"")
+    """How many of its first chunks its last plan has given to the eviction policy as used, and the last of them."""
     answer: Answer | None = None
     """The last one, if some of the prompt was found."""
     load_over: bool = False

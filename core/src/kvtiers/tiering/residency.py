@@ -256,13 +256,15 @@ class Residency:
         """Add what tiers have of the chunks of these groups, which were followed one after the other, to the plan."""
         if not run.found:
             return
-        keys = [key for span in spans for key in span.keys]
-        starts = [(span.first + place) * span.tokens for span in spans for place in range(len(span.keys))]
-        for slot, found in run.found:
-            if places := [place for place in found if place < len(keys)]:
-                share = look.shares.setdefault(slot, Share([], []))
-                share.keys.extend(keys[place] for place in places)
-                share.positions.extend(starts[place] for place in places)
+        at = 0
+        for span in spans:
+            end = at + len(span.keys)
+            for slot, found in run.found:
+                if places := [place - at for place in found if at <= place < end]:
+                    share = look.shares.setdefault(slot, Share([], []))
+                    share.keys.extend([span.keys[place] for place in places])
+                    share.positions.extend([(span.first + place) * span.tokens for place in places])
+            at = end
 
     # -- the tiers
 
@@ -522,14 +524,25 @@ class Residency:
 
     def _reserve(self, look: _Look, *, is_cut: bool) -> bool:
         """Reserve the plan's rows; False: there are none, and what the request could have is looked for again."""
-        run = self._in_prefix_order(look)
+        run, mine = self._in_prefix_order(look), set(look.plan)
+        used = self._used(run, mine, look.state)
+        rest = run[used:]
         if is_cut:  # without the chunks that are left for later
-            mine = set(look.plan)
-            run = [key for key, absent in self._each_absent(run) if key in mine or not absent]
-        if self._promotions.reserve(run, look.shares, look.state, is_whole=look.is_whole) or not look.is_whole:
+            rest = [key for key, absent in self._each_absent(rest) if key in mine or not absent]
+        state, is_whole = look.state, look.is_whole
+        has_rows = self._promotions.reserve([*run[:used], *rest], look.shares, state, is_whole=is_whole, used=used)
+        length = self._primary.resident_run(run)[0]
+        state.used = length, run[length - 1]
+        if has_rows or not is_whole:
             return True
         look.state.given_up.update(share.keys[0] for share in look.shares.values() if share.keys)
         return False
+
+    @staticmethod
+    def _used(run: Sequence[OffloadKey], mine: set[OffloadKey], state: RequestState) -> int:
+        """Return how many of the run's first chunks are in the primary, and were in the run of the last plan."""
+        length, last = state.used
+        return length if 0 < length <= len(run) and run[length - 1] == last and mine.isdisjoint(run[:length]) else 0
 
     def _in_prefix_order(self, look: _Look) -> list[OffloadKey]:
         """Return the chunks up to the boundary by where they end: eviction takes the last ones first, in all groups."""
