@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names symbols, tests and files: each of them is there."""
+"""ARCHITECTURE.md and the design decisions name symbols, tests and files: each of them is there."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+TEXT = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "docs/design-decisions.md"))
 SYMBOLS = sorted(set(re.findall(r"`(kvtiers[\w.]*:[\w.]+)`", TEXT)))
 TESTS = sorted(set(re.findall(r"`((?:(?:plugins/\w+|integrations/\w+|replay)/)?tests/[\w/.]+(?:::\w+)?)`", TEXT)))
 
