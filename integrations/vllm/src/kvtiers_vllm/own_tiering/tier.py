@@ -57,12 +57,12 @@ _ANSWERS = {Answer.MISS: LookupResult.MISS, Answer.HIT: LookupResult.HIT, Answer
 
 
 def _locality(tier_type: str, name: str) -> Locality:
-    """Return vLLM's value of this name; ConfigError, one line, if there is none."""
+    """Return vLLM's value of this name; ValueError, as of vLLM's own tiers, in one line if there is none."""
     try:
         return Locality(name)
     except ValueError:
         known = " or ".join(repr(each.value) for each in Locality)
-        raise ConfigError(f"{tier_type}: locality: {name!r} is unknown; expected {known}") from None
+        raise ValueError(f"{tier_type}: locality: {name!r} is unknown; expected {known}") from None
 
 
 _running: weakref.WeakKeyDictionary["KvtiersTier", Any] = weakref.WeakKeyDictionary()
