@@ -72,7 +72,9 @@ def tier(make):
 
 def test_the_locality_is_one_of_vllms_or_one_line_that_names_the_option(make):
     assert make(offloading_spec(), locality="REMOTE").locality.value == "REMOTE"
-    with pytest.raises(ValueError, match="kvtiers-near: locality: 'near' is unknown; expected 'LOCAL' or 'REMOTE'"):
+    with pytest.raises(
+        ValueError, match="kvtiers-near: locality: 'near' is no Locality of vLLM's; expected 'LOCAL' or 'REMOTE'"
+    ):
         make(offloading_spec(), locality="near")
 
 

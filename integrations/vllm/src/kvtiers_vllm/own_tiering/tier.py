@@ -62,7 +62,7 @@ def _locality(tier_type: str, name: str) -> Locality:
         return Locality(name)
     except ValueError:
         known = " or ".join(repr(each.value) for each in Locality)
-        raise ValueError(f"{tier_type}: locality: {name!r} is unknown; expected {known}") from None
+        raise ValueError(f"{tier_type}: locality: {name!r} is no Locality of vLLM's; expected {known}") from None
 
 
 _running: weakref.WeakKeyDictionary["KvtiersTier", Any] = weakref.WeakKeyDictionary()
