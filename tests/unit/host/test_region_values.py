@@ -226,6 +226,27 @@ def test_memory_that_is_anothers_while_it_is_written_is_never_read_as_what_it_wa
         assert bench.content(ROWS) == expected[0]
 
 
+def test_what_a_failed_call_has_written_of_memory_that_is_anothers_is_removed_and_no_further_one_begins(bench, store):
+    """Torn, it would be found, and fail; a further attempt would write what the memory holds then."""
+    store.transient_errors = (ConnectionError,)
+    method = "write" if store.write_many is None else "write_many"
+    write, calls = getattr(store, method), []
+
+    def failing(*values):
+        calls.append(method)
+        write(*values)
+        bench.take_back()
+        bench.fill(2)
+        raise ConnectionError("the value behind it")
+
+    bench.fill(1)
+    setattr(store, method, failing)
+    bench.mover = bench.mover_of(store)
+    moved = bench.mover.store(bench.run)
+    assert (calls, Status.DONE in moved.statuses) == ([method], False)
+    assert len(store.values) == (not store.parts), "a value in one view was whole"
+
+
 def test_what_is_read_when_the_call_is_over_does_not_land(bench, store):
     bench.fill(1)
     bench.mover.store(bench.run)

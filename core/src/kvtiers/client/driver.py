@@ -195,7 +195,21 @@ class Driver:
                 self._step()
         with self._life:
             self._closing = True
+        with logged_boundary(_log, "client: the end of its thread; a bug of kvtiers"):
+            self._end_use()
         self._end_all()
+
+    def _end_use(self) -> None:
+        """Kill the hosts that still use the region, and wait for a while until they have ended: calls wait for that."""
+        used = [found for found in self._jobs.values() if found.request.parts and not found.is_detached]
+        for found in used:
+            found.slot.kill_job(found.job.job_id, _IN_USE)
+        until = self._clock() + _LAST_SECONDS
+        while self._clock() < until and not all(found.is_detached for found in used):
+            time.sleep(_AWAKE_SECONDS)
+            for slot in self.slots:
+                for event in slot.poll():
+                    self._take(slot, event)
 
     def _is_done(self) -> bool:
         if self._stop_at is None:
@@ -214,16 +228,19 @@ class Driver:
         return None if all(slot.available() for slot in self.slots) else _UNUSABLE_SECONDS
 
     def _step(self) -> None:
+        polled_at = self._clock()  # what a host has reported by then is taken in this step
         for slot in self.slots:
             for event in slot.poll():
                 self._take(slot, event)
         self._begin_new()
         for request in list(self._requests):
             self._guarded(request, request.step)
-        self._take_back()
+        asked = self._take_back(polled_at)
         for slot in self.slots:
             slot.end_step()
         now = self._clock()
+        for found in asked:  # only now their RELEASE is on its way
+            found.kill_at = found.kill_at or now + _DETACH_SECONDS
         if now >= self._next_scan:
             self._next_scan = now + _SCAN_SECONDS
             self._expire(now)
@@ -279,24 +296,26 @@ class Driver:
             self._guarded(request, lambda driver: request.job_ended(driver, slot, job, good))
             _release(found.leases)
 
-    def _take_back(self) -> None:
+    def _take_back(self, polled_at: float) -> list[_Job]:
         """Detach jobs from the region whose calls are over, or are to end; kill a host that does not answer in time.
 
         Until it has answered, it could write into memory that its caller uses for something else by then, or store
-        what lies there.
+        what lies there. Return the jobs whose hosts are asked. ``polled_at``: a host's time is over if it has not
+        answered by then. The time that this thread itself takes to read an answer is not the host's.
         """
-        now = self._clock()
-        is_ending = self._stop_at is not None and now >= self._stop_at
+        asked: list[_Job] = []
+        is_ending = self._stop_at is not None and polled_at >= self._stop_at
         for job_id, found in list(self._jobs.items()):
             request = found.request
             if found.is_detached or not (request.is_stopped or (is_ending and request.parts)):
                 continue
-            if found.kill_at is None:
-                found.kill_at = now + _DETACH_SECONDS
-                found.slot.release_job(job_id)
-            elif now >= found.kill_at:
+            if found.kill_at is not None and polled_at >= found.kill_at:
                 found.kill_at = math.inf
                 found.slot.kill_job(job_id, _IN_USE)
+            elif found.kill_at != math.inf:
+                found.slot.release_job(job_id)  # again, too: a RELEASE is lost where a host reads nothing
+                asked.append(found)
+        return asked
 
     @staticmethod
     def _detach(found: _Job, good: Collection[OffloadKey]) -> None:

@@ -8,6 +8,7 @@ The next piece is gathered while a tier host works on the one before. When the c
 into the caller's memory any more: its jobs have ended, or have been detached from it.
 """
 
+import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TypeVar
@@ -68,17 +69,20 @@ class Pieces:
         Its rows are the caller's until the next one is asked for. What is left in ``todo`` has got no rows in time.
         """
         begun: deque[tuple[Sequence[Value], _Moving]] = deque()
+        has_begun = False
         try:
             while todo or begun:
-                if todo and self._may_begin(kind, todo[0], len(begun)):
+                is_late = has_begun and time.monotonic() >= until  # then the rest would only be copied
+                if todo and not is_late and self._may_begin(kind, todo[0], len(begun)):
                     # Not waited for while this call has some rows: they may be all that there are.
                     piece = self._begin(kind, todo, until, 0.0 if begun else until)
                     if piece is not None:
                         begun.append(piece)  # first: an interrupt must not leave it in use
+                        has_begun = True
                         self._driver.send(piece[1])
                         continue
-                    if not begun:
-                        break
+                if not begun:
+                    break
                 some, request = begun[0]
                 self._state.wait(request, until)
                 self._take_back(request)

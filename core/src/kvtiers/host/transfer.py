@@ -40,7 +40,7 @@ from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
 from kvtiers.host.messages import Parts, Status
 from kvtiers.host.presence import Presence
 from kvtiers.host.quotas import TenantQuotas
-from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, Read, StoreCalls, StoreLog
+from kvtiers.host.store_calls import Attempts, KnownNames, NoTimeLeft, RateLimiter, Read, StoreCalls, StoreLog
 from kvtiers.host.value_run import Moved, ValueRun
 from kvtiers.layout.borrowed_views import LentValues, Loan, ValueViews
 from kvtiers.layout.seal import PlainSeal, Seal, SealVerdict
@@ -58,6 +58,7 @@ _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
 _DELETED_PER_CALL = 256
 _TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
+_MAY_BE_THERE = frozenset({Status.DONE, None})  # None: the call failed
 _NOT_TAKEN = frozenset({Status.DROPPED, Status.REFUSED})
 _Answer = TypeVar("_Answer")
 
@@ -340,22 +341,36 @@ class ValueMover:
             return False
         names, method = [value.name.text for value in values], self._calls.write_method
         lent = LentValues([views.places(*value.where) for value in values], readonly=True)
-        statuses = self._call(
-            moved, run, values, lambda: self._calls.write(names, lent.views), method, lent, is_load=False
-        )
-        if statuses is None:
-            return False
-        self._log_not_kept(moved, statuses, max(value.nbytes for value in values))
+        has_begun = False
+
+        def write() -> list[Status]:
+            nonlocal has_begun
+            if not run.fence.is_given():  # between two attempts
+                raise NoTimeLeft(_DETACHED)
+            has_begun = True
+            return self._calls.write(names, lent.views)
+
+        statuses = self._call(moved, run, values, write, method, lent, is_load=False)
+        if statuses is not None:
+            self._log_not_kept(moved, statuses, max(value.nbytes for value in values))
         is_given = run.fence.is_given()
-        for value, status in zip(values, statuses, strict=True):
-            if status is Status.DONE and not is_given and views.view_count(value.row, value.payload) > 1:
+        torn: list[str] = []
+        for value, status in zip(values, statuses or [None] * len(values), strict=True):
+            if (
+                has_begun
+                and not is_given
+                and status in _MAY_BE_THERE
+                and views.view_count(value.row, value.payload) > 1
+            ):
                 # Written out of memory that may have changed after it was hashed: it would be found, and fail.
-                self._missing(value.name)
-                self._delete([value.name.text])
-                moved.error = moved.error or _DETACHED
-                continue
-            self._end(moved, value, status)
-        return is_given
+                torn.append(value.name.text)
+            elif status is not None:
+                self._end(moved, value, status)
+        if torn:
+            moved.error = moved.error or _DETACHED
+            self._known.forget(torn)
+            self._delete(torn)
+        return is_given and statuses is not None
 
     def _seal_value(self, views: ValueViews, value: _Value) -> None:
         """Seal a value where it lies, or beside its row, and have it lie in no more places than the store takes."""

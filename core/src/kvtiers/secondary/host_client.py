@@ -153,8 +153,8 @@ class HostClient:
         """Detach a job from its memory, if the host can."""
         with self._link.lock:
             part = self._part(job_id)
-            if part is not None and self._link.send(wire.encode(self._index, Release(job_id))):
-                part.to_release = True
+            if part is not None and not part.to_release:
+                part.to_release = self._link.send(wire.encode(self._index, Release(job_id)))
 
     def flush(self) -> None:
         """Send what the step has collected."""
