@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.types import PromptGroup, RequestContext
 
 from .harness import HIT, MISS, PENDING, RETRY, Bench, chain
@@ -256,6 +257,67 @@ def test_while_an_answer_about_a_window_is_missing_nothing_of_its_prompt_is_load
     del tier.lookup_many
     tier.put([*prompt[1][8:], *prompt[2][10:]])
     assert bench.reach(prompt, ctx) == (0, 192, False)
+
+
+def test_a_plan_that_no_row_is_there_for_is_decided_without_it():
+    """Nothing of it is pending, so no clock of a load would end the wait."""
+    bench = Bench(rows=40, options=TieringOptions(lookup_wait=0.02, one_tier=0.25, all_tiers=0.5))
+    keys = chain("long", 80)
+    bench.tier["a"].put(keys)
+    assert bench.begin_store(chain("others", 40))
+    assert bench.lookup(keys, bench.request()) == (0, 0, False)
+
+
+def test_a_prompt_with_windows_that_is_larger_than_a_tiers_budget_is_loaded_in_parts():
+    options = TieringOptions(lookup_wait=0.02, load_wait=5.0, one_tier=0.25, all_tiers=0.25)
+    bench = Bench(rows=200, tokens_per_chunk=(16, 16), windows=(0, 4), options=options)
+    prompt = [chain("p", 90, group) for group in range(2)]
+    for keys in prompt:
+        bench.tier["a"].put(keys)
+    ctx = bench.request()
+    for _ in range(4):
+        reach = bench.reach(prompt, ctx)
+        bench.step()
+    assert reach == (1440, 0, False)
+
+
+def test_a_trial_of_a_slow_tier_leaves_the_prompts_own_chunks_where_they_are(monkeypatch):
+    bench = Bench(rows=64, options=TieringOptions(lookup_wait=0.02))
+    keys = chain("k", 40)
+    bench.store(keys[:20])
+    bench.store(chain("others", 44))
+    bench.tier["a"].put(keys)
+    monkeypatch.setattr(Waits, "is_sooner", lambda *_: False)
+    monkeypatch.setattr(Waits, "trial", lambda *_: 16)
+    assert bench.lookup(keys, bench.request()) == (20, 0, False)
+    bench.step()
+    assert bench.tier["a"].loads
+
+
+def test_a_shared_prompt_whose_checkpoint_is_far_to_the_left_is_found_within_a_few_answers():
+    """A question takes a step or more: one boundary after the other the wait for answers would be over first."""
+    bench, prompt = windowed(windows=(0, 8), chunks=256)
+    tier = bench.tier["a"]
+    tier.put([*prompt[0], *prompt[1][120:128]])
+    known, answer = set(), tier.lookup_many
+
+    def later(keys, context):
+        """Answer in the step after the one in which it is asked."""
+        asked = tuple(keys)
+        if asked in known:
+            return answer(keys, context)
+        pending.append(asked)
+        return [RETRY] * len(keys)
+
+    pending, tier.lookup_many = [], later
+    ctx, steps = bench.request(), 0
+    while not (reach := bench.reach(prompt, ctx))[1]:
+        steps += 1
+        assert reach[2]
+        assert steps < 5
+        known.update(pending)
+        bench.step()
+    assert reach == (0, 2048, False)
 
 
 def test_chunks_ahead_of_a_boundary_have_to_be_present():

@@ -355,7 +355,7 @@ class ValueMover:
             self._log_not_kept(moved, statuses, max(value.nbytes for value in values))
         is_given = run.fence.is_given()
         torn: list[str] = []
-        for value, status in zip(values, statuses or [None] * len(values), strict=True):
+        for value, status in zip(values, [None] * len(values) if statuses is None else statuses, strict=True):
             if (
                 has_begun
                 and not is_given

@@ -34,6 +34,8 @@ _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
 _MOST_AT_ONCE = 448  # chunks that one call reserves, so that no step is long: some milliseconds
 # With other prompts to compute the next step may be a long one, and what is reserved only then comes a step later.
 _MOST_BESIDE_PROMPTS = 1536
+_MOST_BOUNDARIES = 256  # that one look tries: each takes some 50 us
+_FURTHER_QUESTIONS = 16
 _NOTHING = Reach(0, 0, unresolved=False)
 
 
@@ -123,6 +125,7 @@ class Residency:
         known = min((len(group.keys) - group.ahead) * size for group, size in zip(groups, tokens, strict=True))
         end = known if end is None else min(end, known)
         if end <= computed:
+            self._waits.taken_up(state)
             return _NOTHING
         question = computed, end, groups[0].keys[-(-end // tokens[0]) - 1], len(groups)
         if (answer := state.answer) is not None and answer.question == question and self._stands(answer, state):
@@ -210,7 +213,9 @@ class Residency:
         full = [group for group in look.groups if not group.window]
         windows = [group for group in look.groups if group.window]
         runs = self._follow_full(full, windows, look)
-        while windows and look.boundary > look.computed and not look.silent:
+        for _ in range(_MOST_BOUNDARIES):
+            if not windows or look.boundary <= look.computed or look.silent:
+                break
             spans = [self._span(group, look.computed, look.boundary) for group in windows]
             keys = [key for span in spans for key in span.keys]
             run = self._follow(keys, look)
@@ -219,12 +224,30 @@ class Residency:
                 break
             if run.silent:
                 look.silent, look.unknown = run.silent, keys[run.length]
+                self._ask_further(windows, look)
                 break
             look.boundary = self._before(run.length, spans, windows, look)
+        else:
+            look.boundary = look.computed
         for group, run in zip(full, runs, strict=True):
             span = self._span(group, look.computed, look.boundary)
             self._add_shares([span], run, look)
         return look
+
+    def _ask_further(self, windows: Sequence[PromptGroup], look: _Look) -> None:
+        """Ask the silent tiers also about the boundaries that are next if they have nothing at this one.
+
+        Each question takes a step or more, and a prompt that another one shares may have its windows far to the left.
+        """
+        boundary = look.boundary
+        for _ in range(_FURTHER_QUESTIONS):
+            span = self._span(windows[0], look.computed, boundary)
+            boundary = min((span.first - windows[0].ahead) * span.tokens, boundary - 1) // look.step * look.step
+            if boundary <= look.computed:
+                break
+            keys = [key for group in windows for key in self._span(group, look.computed, boundary).keys]
+            for slot in look.silent:
+                slot.ask(keys, look.state.context)
 
     def _follow_full(self, full: Sequence[PromptGroup], windows: Sequence[PromptGroup], look: _Look) -> list[_Run]:
         """Follow the prefix of each group of full attention; the shortest run limits the boundary."""
@@ -273,8 +296,9 @@ class Residency:
         look.tiers, look.room = [], math.inf
         if state.load_over:
             return
-        look.may_wait = self._waits.decides and any(slot.metrics.loading_chunks for slot in state.slots)
-        if not self._waits.decides:
+        takes_all = self._waits.decides or look.is_whole  # what has no rows yet waits for them, or is cut
+        look.may_wait = takes_all and any(slot.metrics.loading_chunks for slot in state.slots)
+        if not takes_all:
             look.room = self._budget.room_in_all
         for slot in state.slots:
             if slot in look.too_slow or not slot.available():
@@ -283,7 +307,7 @@ class Residency:
             if not room and not look.may_wait:
                 slot.metrics.budget_misses += 1
                 continue
-            look.tiers.append(_Asked(slot, math.inf if self._waits.decides else room, 1 << 30))
+            look.tiers.append(_Asked(slot, math.inf if takes_all else room, 1 << 30))
 
     def _follow(self, keys: Sequence[OffloadKey], look: _Look, behind: Sequence[OffloadKey] = ()) -> _Run:
         """Follow a run through the primary and the tiers, up to the first chunk that none has.
@@ -298,12 +322,14 @@ class Residency:
             keys = keys[: at + misfit]
         found: list[tuple[TierSlot, Sequence[int]]] = []
         silent: Sequence[TierSlot] = ()
+        struck_out = len(look.state.given_up)
         while at < len(keys) and look.tiers and look.room:
             slot, places, end, silent = self._ask(keys, at, look, behind)
             if slot is None:
                 break
             found.append((slot, places))
-            if look.state.given_up:
+            if len(look.state.given_up) > struck_out:
+                struck_out = len(look.state.given_up)
                 keys = _until(keys, look.state.given_up)
             at = self._resident_until(keys, end)
         return _Run(at, found, silent)
@@ -418,10 +444,10 @@ class Residency:
     def _standing(self, look: _Look) -> tuple[int, int]:
         """Return how many tokens up to the boundary are ready in the primary, and how many are pending there."""
         reach, pending = look.boundary, 0
-        for span in self._spans(look):
+        for group, span in zip(look.groups, self._spans(look), strict=True):
             length, waits = self._primary.resident_run(span.keys)
             if length < len(span.keys):
-                reach = min(reach, (span.first + length) * span.tokens // look.step * look.step)
+                reach = min(reach, (span.first + length - group.ahead) * span.tokens // look.step * look.step)
             pending = max(pending, waits * span.tokens)
         total = max(0, reach - look.computed)
         pending = min(pending, total)
@@ -454,17 +480,18 @@ class Residency:
         look.state.given_up.update(keys[0] for keys in left if keys)
         first, chunks = next(iter(look.too_slow.items()))
         if trial := self._waits.trial(first):
-            self._try_out(first, chunks[: min(trial, self._budget.room(first))])
+            self._try_out(first, chunks[: min(trial, self._budget.room(first))], look)
         look.too_slow = {}
 
     def _each_absent(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[OffloadKey, bool]]:
         return zip(keys, [where is _MISS for where in self._primary.find(keys)], strict=True)
 
-    def _try_out(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+    def _try_out(self, slot: TierSlot, keys: Sequence[OffloadKey], look: _Look) -> None:
         """Load a few chunks from a tier that seems too slow, to measure it; no request waits for them."""
         if some := [key for key, absent in self._each_absent(keys) if absent]:
+            here = [key for key, absent in self._each_absent(self._in_prefix_order(look)) if not absent]
             state = RequestState(RequestContext(""), (slot,), is_prefetch=True, load_over=True)
-            self._promotions.reserve(some, {slot: Share(some, [0] * len(some))}, state, is_whole=False)
+            self._promotions.reserve([*here, *some], {slot: Share(some, [0] * len(some))}, state, is_whole=False)
 
     def _give_up(self, look: _Look) -> None:
         """Strike out what is on its way, since the request waits no longer."""
@@ -533,7 +560,7 @@ class Residency:
         has_rows = self._promotions.reserve([*run[:used], *rest], look.shares, state, is_whole=is_whole, used=used)
         length = self._primary.resident_run(run)[0]
         state.used = length, run[length - 1]
-        if has_rows or not is_whole:
+        if has_rows or not (is_whole or is_cut):
             return True
         look.state.given_up.update(share.keys[0] for share in look.shares.values() if share.keys)
         return False
