@@ -2,7 +2,7 @@
 
 import pytest
 
-from .harness import Bench, chain
+from .harness import RETRY, Bench, chain
 from .test_prefetch import warm
 
 KEYS = chain("h", 40)
@@ -54,6 +54,19 @@ def test_an_engine_that_is_warmed_up_later_loads_from_the_near_tier_what_the_fir
     assert fetched(second) == []
     assert sorted(fetched(second, "near")) == sorted(KEYS)
     assert second.load(KEYS, second.request())
+
+
+@pytest.mark.parametrize(("answers_after", "tier"), [(0.5, "near"), (20.0, "far")])
+def test_the_near_tier_is_waited_for_a_while_where_the_far_one_answers_first(engines, answers_after, tier):
+    (bench,) = engines(1).benches
+    near = bench.tier["near"]
+    near.put(KEYS)
+    answer, until = near.lookup_many, bench.clock.now + answers_after
+    near.lookup_many = lambda keys, ctx: answer(keys, ctx) if bench.clock.now >= until else [RETRY] * len(keys)
+    warm(bench, KEYS[:8], tier="far")
+    for _ in range(300):
+        bench.step(0.01)
+    assert sorted(fetched(bench, tier)) == sorted(KEYS[:8])
 
 
 def test_engines_that_are_warmed_up_at_once_load_each_chunk_themselves_and_none_waits_for_another(engines):

@@ -19,6 +19,8 @@ __all__ = ["PATIENCE", "Questions"]
 
 PATIENCE = 30.0
 """Seconds for the answers of one question, and for a prefix to get its turn."""
+_EARLIER_PATIENCE = 1.0
+"""Seconds for the answer of a tier while a later one has the chunk: no request waits, and the earlier one is nearer."""
 _NO_REQUEST = RequestContext("")
 
 
@@ -57,10 +59,10 @@ class Questions:
         asking, one.asking = one.asking, []
         for key in asking:
             slot, is_open = _tier_with(key, tiers)
-            if slot is not None:
-                one.found.append((slot, key))
-            elif is_open and now - one.asked_at < PATIENCE:
+            if is_open and now - one.asked_at < (PATIENCE if slot is None else _EARLIER_PATIENCE):
                 one.asking.append(key)
+            elif slot is not None:
+                one.found.append((slot, key))
             else:
                 one.missing += 1
         if asking and not one.asking:
@@ -94,11 +96,11 @@ def _can_be_near(slot: TierSlot) -> bool:
 
 
 def _tier_with(key: OffloadKey, slots: Sequence[TierSlot]) -> tuple[TierSlot | None, bool]:
-    """Return the first of these tiers that has the chunk, or None and whether one is still to answer."""
+    """Return the first of these tiers that has the chunk, and whether one before it, or any, is still to answer."""
     is_open = False
     for slot in slots:
         hits, retry = slot.ask([key], _NO_REQUEST)
         if hits:
-            return slot, False
+            return slot, is_open
         is_open = is_open or retry
     return None, is_open
