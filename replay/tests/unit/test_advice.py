@@ -34,6 +34,7 @@ def test_the_budget_that_costs_a_tier_hits_in_all_engines_together_is_named(over
     """Two engines that were asked for 500 chunks each: of these more than 1 % got no row."""
     names = ("over_one_tier", "over_all_tiers", "over_store_reserve")
     figures = {name: over.get(name, 0) for name in names} | {"loaded_chunks": 484, "failed_loads": 0}
+    figures |= {"stored_chunks": 500, "failed_stores": 0}
     engines = [SimpleNamespace(stats={"engine": {"lookups": 500}, "tiers": {"fs": figures}}) for _ in range(2)]
     lines = _budget_advice(engines)
     if not advice:
