@@ -20,7 +20,8 @@ import os
 os.write(0, b".")  # as the program that populates: it is tied to its parent, and gets the memory
 assert os.read(0, 1)
 print("populated", {8 * ROW}, flush=True)
-assert os.read(0, 100).startswith(b"want")
+while int(os.read(0, 100).split()[-1]) <= {8 * ROW}:  # b"want 65536": the first one may be what it has populated
+    pass
 print("populated", {10 * ROW}, flush=True)
 print("failed at byte {10 * ROW}: Cannot allocate memory", flush=True)
 """
@@ -40,6 +41,12 @@ def primary_that_runs_short(tmp_path, monkeypatch):
     yield manager, worker, tensors[0]
     worker.shutdown()
     manager.shutdown(1)
+
+
+def errors(caplog):
+    """Return the lines of errors, also those of the fixture: a fast machine has written them by then."""
+    records = (*caplog.get_records("setup"), *caplog.get_records("call"))
+    return [record.getMessage() for record in records if record.levelno >= logging.ERROR]
 
 
 def keys(first, count):
@@ -66,7 +73,7 @@ def test_rows_whose_memory_is_not_there_are_never_leased_from_then_on_and_one_li
     stats = manager.stats()["primary"]
     assert (stats["retired_rows"], stats["free_rows"], stats["evictable_rows"]) == (54, 4, 6)
     flush_logs(60)
-    (line,) = [record.getMessage() for record in caplog.records if "pre-fault" in record.getMessage()]
+    (line,) = errors(caplog)
     assert line == (
         f"pre-faulting failed after 10 of 64 rows, and no row after these is used any more: at byte {10 * ROW}: "
         "Cannot allocate memory; lower primary.capacity, or make room"
@@ -78,7 +85,7 @@ def test_rows_whose_memory_is_not_there_are_never_leased_from_then_on_and_one_li
     for _ in range(10):
         manager.on_schedule_end()
     flush_logs(60)
-    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+    assert errors(caplog) == [line]
 
     assert manager.prepare_store(keys(100, 11), context) is None
     plan = manager.prepare_store(keys(200, 9), context)

@@ -340,9 +340,7 @@ class AcceptThread:
         descriptor = prefault.fileno()
         prefault.read()
         self.populated_rows = min(prefault.populated // self._row_stride, self._num_rows)
-        ended, is_short = prefault.ended, prefault.ended and bool(prefault.error)
-        self._state.progress = Progress(self.populated_rows, ended, is_short)
-        if ended:
+        if prefault.ended:
             self._selector.unregister(descriptor)
             self.timings |= {"prefault": prefault.seconds, "populated_rows": self.populated_rows}
             rows = f"{self.populated_rows} of {self._num_rows} rows"
@@ -355,3 +353,6 @@ class AcceptThread:
             else:
                 _log.info("pre-faulted %s in %.3f s (%s)", rows, prefault.seconds, prefault.method)
             self._ranks.end_prefault(self.populated_rows, prefault.error)
+        # After the line: whoever sees that memory is short finds in the log why.
+        is_short = prefault.ended and bool(prefault.error)
+        self._state.progress = Progress(self.populated_rows, prefault.ended, is_short)
