@@ -308,8 +308,8 @@ class TierConfig(StrictModel):
         """Which store this is, among those of the tier's type: a path, or a server and a prefix; "": it is not known.
 
         Two tiers of one config that store in the same place are refused: each value would be written and looked up
-        twice. No secret,
-        since it is shown, and found without asking anybody: not for a host's other names, for example.
+        twice. No secret, since it is shown, and found without asking anybody: not for a host's other names, for
+        example.
         """
         return ""
 

@@ -25,8 +25,15 @@ from kvtiers.api.keys import TENANT, tenant_of, without_tenant
 from kvtiers.layout.cache_layout import CacheLayout
 
 __all__ = [
-    "KEYED", "ParsedName", "StorageNames", "ValueName", "check_namespace", "check_tenant", "model_slug", "parse_name",
-]  # fmt: skip
+    "KEYED",
+    "ParsedName",
+    "StorageNames",
+    "ValueName",
+    "check_namespace",
+    "check_tenant",
+    "model_slug",
+    "parse_name",
+]
 
 NAME_FORMAT = 1
 KEYED_NAME_FORMAT = 2
