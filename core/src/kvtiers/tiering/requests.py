@@ -74,7 +74,7 @@ class RequestState:
     used: tuple[int, OffloadKey] = (0, b"")
     """How many of its first chunks its last plan has given to the eviction policy as used, and the last of them."""
     answer: Answer | None = None
-    """The last one, if some of the prompt was found."""
+    """The last one, if some of the prompt was found: what was not may be in a tier by now."""
     load_over: bool = False
     """It has waited for promotions as long as it may, or as it should."""
     is_overtaken: bool = False

@@ -3,7 +3,7 @@
 A prompt can be used up to a *boundary*: of full attention all chunks before it are needed, of windows and states those
 that are read there. One question a tier is about all groups. When every answer has come, the boundary is found, from
 the right, and its missing chunks, by tier, are one plan: it is decided as a whole (``load_or_recompute.py``), waits in
-line for the rows that it needs, and gets all of them at once.
+line for the rows that it needs, and then gets them; a long one in parts, so that no step is long.
 
 ::
 
@@ -121,12 +121,12 @@ class Residency:
         """Return how much of a prompt behind its first ``computed`` tokens can be loaded, no further than ``end``."""
         if not self._are_known(groups):
             return _NOTHING
-        tokens = [self._tokens_of(group) for group in groups]
-        known = min((len(group.keys) - group.ahead) * size for group, size in zip(groups, tokens, strict=True))
+        known = self._known_tokens(groups)
         end = known if end is None else min(end, known)
         if end <= computed:
             self._waits.taken_up(state)
             return _NOTHING
+        tokens = [self._tokens_of(group) for group in groups]
         question = computed, end, groups[0].keys[-(-end // tokens[0]) - 1], len(groups)
         if (answer := state.answer) is not None and answer.question == question and self._stands(answer, state):
             return answer.reach
@@ -148,9 +148,7 @@ class Residency:
         """Return the chunks that the primary lacks of those that a whole prompt needs: what a tier is asked first."""
         if not self._are_known(groups):
             return ()
-        sizes = [self._tokens_of(group) for group in groups]
-        end = min((len(group.keys) - group.ahead) * size for group, size in zip(groups, sizes, strict=True))
-        keys: list[OffloadKey] = []
+        keys, end = list[OffloadKey](), self._known_tokens(groups)
         for group in sorted(groups, key=lambda group: group.window):
             some = self._span(group, 0, end).keys
             keys += some[self._primary.resident_run(some)[0] :]
@@ -165,6 +163,10 @@ class Residency:
             return True
         self._metrics.misuse += 1
         return False
+
+    def _known_tokens(self, groups: Sequence[PromptGroup]) -> int:
+        """Return up to which token a load is possible by the keys that there are in all groups."""
+        return min((len(group.keys) - group.ahead) * self._tokens_of(group) for group in groups)
 
     def _tokens_of(self, group: PromptGroup) -> int:
         return self._tokens_per_chunk[group_of(group.keys[0])]
