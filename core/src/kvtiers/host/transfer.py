@@ -58,7 +58,6 @@ _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
 _DELETED_PER_CALL = 256
 _TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
-_MAY_BE_THERE = frozenset({Status.DONE, None})  # None: the call failed
 _NOT_TAKEN = frozenset({Status.DROPPED, Status.REFUSED})
 _Answer = TypeVar("_Answer")
 
@@ -354,23 +353,28 @@ class ValueMover:
         if statuses is not None:
             self._log_not_kept(moved, statuses, max(value.nbytes for value in values))
         is_given = run.fence.is_given()
-        torn: list[str] = []
-        for value, status in zip(values, [None] * len(values) if statuses is None else statuses, strict=True):
-            if (
-                has_begun
-                and not is_given
-                and status in _MAY_BE_THERE
-                and views.view_count(value.row, value.payload) > 1
-            ):
-                # Written out of memory that may have changed after it was hashed: it would be found, and fail.
-                torn.append(value.name.text)
-            elif status is not None:
+        torn = [] if is_given or not has_begun else self._torn(values, statuses, views)
+        for value, status in zip(values, statuses or (), strict=False):
+            if value not in torn:
                 self._end(moved, value, status)
         if torn:
             moved.error = moved.error or _DETACHED
-            self._known.forget(torn)
-            self._delete(torn)
+            names = [value.name.text for value in torn]
+            self._known.forget(names)
+            self._delete(names)
         return is_given and statuses is not None
+
+    @staticmethod
+    def _torn(values: Sequence[_Value], statuses: Sequence[Status] | None, views: ValueViews) -> list[_Value]:
+        """Return the values that a store may have written out of memory that was another's by then.
+
+        That memory may have changed after it was hashed: such a value would be found, and fail its check.
+        """
+        return [
+            value
+            for index, value in enumerate(values)
+            if (statuses is None or statuses[index] is Status.DONE) and views.view_count(value.row, value.payload) > 1
+        ]
 
     def _seal_value(self, views: ValueViews, value: _Value) -> None:
         """Seal a value where it lies, or beside its row, and have it lie in no more places than the store takes."""
