@@ -29,14 +29,14 @@ def layout(world_size=1, **changes):
 
 
 def gather(region, last):
-    """Collect events until one of this type has come."""
+    """Collect events until one of this type has come. Pre-faulting may end at any time: it is told to who asks for it alone."""
     events = []
     deadline = time.monotonic() + PATIENCE
     while not any(type(event).__name__ == last for event in events):
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {last} in {events}")
         events += region.poll(timeout=PATIENCE)
-    return [repr(event) for event in events]
+    return [repr(event) for event in events if type(event).__name__ in (last, "RankJoined", "RankLost", "RankGone")]
 
 
 def wait_for(join, condition):
