@@ -75,6 +75,22 @@ def test_a_primary_alone_hits_exactly_what_a_slow_model_hits(workload, trace, pr
     assert 0.1 < point.rate < 0.9
 
 
+@pytest.mark.parametrize(("primary", "secondary"), [(150, 0), (150, 600)])
+def test_the_second_half_counts_what_is_hit_and_written_after_the_first_has_filled_the_caches(
+    workload, primary, secondary
+):
+    half = PlanTrace(workload, second_half=True)
+    first = Workload("first half", workload.tokens_per_block, workload.requests[: half.counted_from])
+    case = PlanCase(primary, tiers=(PlanTier("tier", secondary),) if secondary else (), budgets=WIDE)
+    point, whole, before = (simulate(each, case) for each in (half, PlanTrace(workload), PlanTrace(first)))
+    assert point.hits == {name: hits - before.hits[name] for name, hits in whole.hits.items()}
+    assert point.written == {name: count - before.written[name] for name, count in whole.written.items()}
+    assert point.promoted == {name: count - before.promoted[name] for name, count in whole.promoted.items()}
+    assert point.references == whole.references - before.references
+    assert half.unique == PlanTrace(workload).unique  # what shares of it mean stays
+    assert half.counted_from == len(workload.requests) // 2
+
+
 @pytest.mark.parametrize(("primary", "secondary"), [(110, 300), (110, 1000), (150, 600), (200, 9999)])
 def test_a_tier_adds_what_a_slow_model_says_and_is_written_as_often(workload, trace, primary, secondary):
     point = simulate(trace, PlanCase(primary, tiers=(PlanTier("tier", secondary),), budgets=WIDE))

@@ -102,6 +102,9 @@ by Ctrl-C (what was found so far is printed)."""
 @tokens_per_block_option
 @click.option("--requests", metavar="N", type=click.IntRange(min=1), help="Only this many requests, from the first on.")
 @click.option(
+    "--second-half", is_flag=True, help="Count hits in the second half of the requests: the first fills the caches."
+)
+@click.option(
     "--primary", metavar="SIZES", callback=_list_of,
     help=f"Sizes of the primary.  [default: {','.join(DEFAULT_PRIMARY)}, and the config's]",
 )  # fmt: skip
@@ -141,6 +144,7 @@ def plan(
     config_file: str | None,
     tokens_per_block: int | None,
     requests: int | None,
+    second_half: bool,
     primary: list[str],
     secondary: dict[str, list[str]],
     policy: list[str],
@@ -161,7 +165,7 @@ def plan(
     if model:
         bytes_per_token = read_shape(model, kv_dtype=kv_dtype, ranks=tp).bytes_per_token
     workload = read_trace(trace, requests, tokens_per_block)
-    chunks = PlanTrace(workload, *_tenants_apart(workload, config))
+    chunks = PlanTrace(workload, *_tenants_apart(workload, config), second_half=second_half)
     sizes, cases = _cases(chunks, bytes_per_token, Wanted(primary, secondary, policy), config)
     found = Plan(workload.name, chunks, sizes, wish, prefill_speed=prefill_speed)
     _fill(found, cases, processes, compares=not policy)

@@ -57,9 +57,10 @@ class Plan:
         """Return what this is a plan for."""
         trace, sizes = self.trace, self.sizes
         amount = "" if sizes.value_bytes is None else f", {sizes.amount(trace.unique)}"
+        counted = f", of which the last {len(trace.requests) - trace.counted_from:,} count" * bool(trace.counted_from)
         return (
-            f"{self.name}: {len(trace.requests):,} requests, {trace.references:,} full blocks of "
-            f"{trace.tokens_per_chunk} tokens, {trace.unique:,} of them different{amount}. "
+            f"{self.name}: {len(trace.requests):,} requests{counted}, {trace.references:,} full blocks of "
+            f"{trace.tokens_per_chunk} tokens, {trace.unique:,} different ones in all{amount}. "
             f"An infinite cache hits {_percent(self.infinite_rate)}."
         )
 
@@ -135,6 +136,7 @@ class Plan:
         return {
             "trace": self.name,
             "requests": len(self.trace.requests),
+            "counted_from": self.trace.counted_from,
             "references": self.trace.references,
             "unique_chunks": self.trace.unique,
             "tokens_per_chunk": self.trace.tokens_per_chunk,

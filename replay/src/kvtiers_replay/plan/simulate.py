@@ -28,7 +28,7 @@ class PlanPoint:
 
     ``written``: what the tiers did not have yet and took; ``promoted``: what came back from them. ``budgets``: by tier,
     which budget of the primary's rows has cost it hits (``kvtiers.metrics.budget_advice``); "": none. ``tenants``: hits
-    of the requests that name a tenant, by its name.
+    of the requests that name a tenant, by its name. All of them are of the requests that count (``counted_from``).
     """
 
     case: PlanCase
@@ -51,33 +51,42 @@ class PlanTrace:
     ``requests``: arrival (seconds), keys, and how many of them may be hits: the last token is always computed.
     ``hints``: the parameters of each, and the tokens of its answer. ``apart``: tenants that have a share or a quota.
     ``tenants``: the engine's rule; requests whose tenant it does not allow are counted, and served as the others: a
-    recording has ids instead of names.
+    recording has ids instead of names. ``second_half``: the first half of the requests fills the caches and does not
+    count.
     """
 
     requests: list[tuple[float, list[OffloadKey], int]]
 
     def __init__(
-        self, workload: Workload, apart: Collection[str] = frozenset(), tenants: Tenants | None = None
+        self,
+        workload: Workload,
+        apart: Collection[str] = frozenset(),
+        tenants: Tenants | None = None,
+        *,
+        second_half: bool = False,
     ) -> None:
         per_block = workload.tokens_per_block
         self.tokens_per_chunk = per_block
         self.requests = []
         self.hints = [(request.params, request.output_tokens) for request in workload.requests]
         known: dict[bytes, OffloadKey] = {}  # so that equal keys are one object: less memory, faster comparisons
+        self.counted_from = len(workload.requests) // 2 if second_half else 0
         self.references = self.infinite_hits = 0
         self.references_of: Counter[str] = Counter()
         """Full chunks asked for by the requests that name a tenant, by its name."""
         self.refused, self.refusal = 0, ""
         """Requests that an engine with this rule would serve without tiers, and why, of the first."""
-        for request in workload.requests:
+        for number, request in enumerate(workload.requests):
             hashes = request.block_hashes
             usable = min(len(hashes), (request.num_tokens - 1) // per_block)
-            self.references += len(hashes)
-            if named := tenant_in(request.params):
-                self.references_of[named] += len(hashes)
+            named = tenant_in(request.params)
             # Two tenants' hashes differ, so that keys need no others.
             made = [make_offload_key(each, 0, named if named in apart else "") for each in hashes]
-            self.infinite_hits += next((i for i in range(usable) if made[i] not in known), usable)
+            if number >= self.counted_from:
+                self.references += len(hashes)
+                self.infinite_hits += next((i for i in range(usable) if made[i] not in known), usable)
+                if named:
+                    self.references_of[named] += len(hashes)
             self.requests.append((request.arrival, [known.setdefault(key, key) for key in made], usable))
         self.unique = len(known)
         if tenants is not None:
@@ -102,24 +111,38 @@ def simulate(
     stack = KeysOnlyStack(case, STEP_TOKENS // trace.tokens_per_chunk)
     served = zip(trace.requests, trace.hints, strict=True)
     hits_of = dict.fromkeys(trace.references_of, 0)
-    for number, ((arrival, keys, usable), (params, output_tokens)) in enumerate(served, 1):
+    before = _figures(stack, case)
+    for number, ((arrival, keys, usable), (params, output_tokens)) in enumerate(served):
+        if number == trace.counted_from:
+            before = _figures(stack, case)
         hits = stack.serve(ServedRequest(arrival, keys, usable, params, output_tokens))
-        if tenant := tenant_in(params):
+        if number >= trace.counted_from and (tenant := tenant_in(params)):
             hits_of[tenant] += hits
-        if not number % _REPORT_EVERY:
+        if not (number + 1) % _REPORT_EVERY:
             progress(_REPORT_EVERY)
     progress(len(trace.requests) % _REPORT_EVERY)
-    stats = stack.stats()
-    names = [tier.name for tier in case.tiers]
+    counted = {
+        name: {what: count - before[name][what] for what, count in figures.items()}
+        for name, figures in _figures(stack, case).items()
+    }
+    tiers = {tier.name: counted[tier.name] for tier in case.tiers}
     return PlanPoint(
         case,
         trace.references,
-        {"primary": stats["engine"]["primary_hits"]} | {name: stats["tiers"][name]["hits"] for name in names},
-        {name: store.written for name, store in stack.stores.items()},
-        {name: stats["tiers"][name]["loaded_chunks"] for name in names},
-        {name: budget_advice(stats["tiers"][name], trace.references) for name in names},
+        {"primary": counted[""]["primary_hits"]} | {name: figures["hits"] for name, figures in tiers.items()},
+        {name: figures["written"] for name, figures in tiers.items()},
+        {name: figures["loaded_chunks"] for name, figures in tiers.items()},
+        {name: budget_advice(figures, trace.references) for name, figures in tiers.items()},
         hits_of,
     )
+
+
+def _figures(stack: KeysOnlyStack, case: PlanCase) -> dict[str, dict[str, int]]:
+    """Return what has been counted so far: of the engine under "", of each tier under its name."""
+    stats = stack.stats()
+    found = {"": stats["engine"]} | {tier.name: stats["tiers"][tier.name] for tier in case.tiers}
+    counts = {name: {what: n for what, n in each.items() if isinstance(n, int)} for name, each in found.items()}
+    return counts | {name: counts[name] | {"written": store.written} for name, store in stack.stores.items()}
 
 
 def tenant_in(params: Mapping[str, object]) -> str:
