@@ -152,11 +152,13 @@ test-transformers-all: environment-transformers  ## The same, with every model a
 test-differential: environment system emulators $(addsuffix /.differential,$(DIFFERENTIAL_VENVS))  ## Every integration over every tier kind, the same scenes; writes the table in docs/
 	$(PYTHON) tests/differential/differential.py --write $(DIFFERENTIAL_ARGS)
 
-judges: environment-vllm environment-lmcache  ## Others' own test suites over kvtiers: vLLM's, LMCache's (fetched and pinned, not in here)
+judges: environment-vllm environment-lmcache  ## Others' test suites over kvtiers, and a simulator beside it (fetched and pinned, not in here)
 	@echo "== vLLM's suites"
 	$(VLLM_PYTHON) tests/judges/judges.py vllm $(PYTEST_ARGS)
 	@echo "== LMCache's suites"
 	$(LMCACHE_PYTHON) tests/judges/judges.py lmcache $(PYTEST_ARGS)
+	@echo "== KVCache.AI's simulator"
+	$(VLLM_PYTHON) tests/judges/kvcache_simulator.py
 	@echo "== questions and lookups of a hybrid model"
 	$(VLLM_PYTHON) integrations/vllm/benchmarks/hybrid_counts.py --quick
 
