@@ -29,7 +29,7 @@ def layout(world_size=1, **changes):
 
 
 def gather(region, last):
-    """Collect events until one of this type has come. Pre-faulting may end at any time: it is told to who asks for it alone."""
+    """Collect events until one of this type has come; the end of pre-faulting, at any time, if that is asked for."""
     events = []
     deadline = time.monotonic() + PATIENCE
     while not any(type(event).__name__ == last for event in events):

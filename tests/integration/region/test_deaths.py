@@ -118,7 +118,7 @@ def test_a_region_closed_during_prefault_ends_the_program(machine, stuck_populat
 
 
 def test_a_rank_whose_connection_ended_is_lost_and_only_gone_when_its_process_is(machine):
-    manager = machine.manager()
+    manager = machine.manager(options="prefault='off'")  # its end would be an event, too
     rank = machine.rank()
     manager.do("region.wait_ready()")
     rank.do("join._sock.shutdown(socket.SHUT_RDWR)")  # no goodbye; the process and its mapping live on
@@ -275,7 +275,7 @@ def test_a_rank_whose_end_the_kernel_cannot_report_keeps_its_rows_for_ever(machi
         "import logging\n"
         "lines = []\n"
         "logging.getLogger('kvtiers.region').addFilter(lambda record: lines.append(record.getMessage()) or True)\n"
-        "cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)"
+        "cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride, prefault='off')"
     )
     rank = machine.rank(processes=other)
     assert "rank 0: process 0 cannot be watched; if it dies, its rows stay leased" in manager.do("lines")
