@@ -174,27 +174,56 @@ def test_steps_that_are_taken_together_have_the_mean_position_of_their_tokens(st
     assert steps.take_computed() == (4000, 2.0, pytest.approx(2000.0))
 
 
-def test_a_pass_that_has_found_loads_ends_so_that_they_begin(clock):
-    limit = PassLimit(clock)
-    assert not limit.is_reached(computes_prompts=False)
+def test_a_pass_that_has_found_loads_ends_so_that_they_begin(steps, clock):
+    limit = PassLimit(steps, clock)
+    assert not limit.is_reached()
     clock.now += 1.0
-    assert not limit.is_reached(computes_prompts=False), "without a load there is nothing to begin"
+    assert not limit.is_reached(), "without a load there is nothing to begin"
     limit.load_found()
-    assert limit.is_reached(computes_prompts=False)
+    assert limit.is_reached()
     assert limit.pass_ends(), "so the next pass comes at once"
-    assert not limit.is_reached(computes_prompts=False), "it has a time of its own"
+    assert not limit.is_reached(), "it has a time of its own"
     limit.load_found()
-    assert not limit.is_reached(computes_prompts=False), "a short pass ends by itself"
+    assert not limit.is_reached(), "a short pass ends by itself"
     assert not limit.pass_ends()
 
 
 def test_a_pass_beside_computed_prompts_is_not_cut_short(steps, clock):
     """The next pass would come when their step has ended."""
-    limit = PassLimit(clock)
+    limit = PassLimit(steps, clock)
     steps.begins(8192, 1)
-    assert not limit.is_reached(computes_prompts=steps.computes_prompts)
+    assert not limit.is_reached()
     limit.load_found()
     clock.now += 1.0
-    assert not limit.is_reached(computes_prompts=steps.computes_prompts)
+    assert not limit.is_reached()
+
+
+@pytest.mark.parametrize("seconds", [0.008, 0.1])
+def test_a_pass_beside_decoding_takes_no_longer_than_a_step_of_it(seconds, steps, clock):
     steps.begins(3, 3)
-    assert limit.is_reached(computes_prompts=steps.computes_prompts), "decoding takes less than the loads of a pass"
+    clock.now += seconds
+    steps.ends()
+    steps.begins(3, 3)
+    limit = PassLimit(steps, clock)
+    limit.load_found()
+    assert not limit.is_reached()
+    clock.now += 0.05
+    assert limit.is_reached() == (seconds < 0.05)
+    clock.now += 0.06
+    assert limit.is_reached()
+
+
+def test_a_pass_that_has_scheduled_a_request_to_compute_is_as_long_as_its_step(steps, clock):
+    """What it leaves over would wait for that step: the last tokens of prompts that were loaded."""
+    limit = PassLimit(steps, clock)
+    steps.begins(0, 0)
+    limit.load_found()
+    assert not limit.is_reached()
+    limit.request_runs()
+    clock.now += 0.1
+    assert not limit.is_reached(), "how long its step takes is not known yet"
+    limit.pass_ends()
+    assert not limit.is_reached()
+    limit.load_found()
+    clock.now += 0.1
+    assert limit.is_reached(), "that was the other pass"

@@ -87,7 +87,7 @@ class KvtiersManager(OffloadingManager):
         self._figures = figures
         self._on_shutdown = on_shutdown
         self._backoff = IdleBackoff(sleep=WAKEUP.wait)
-        self._limit = PassLimit()
+        self._limit = PassLimit(steps)
         self._passed_over = False
         """The last pass has left requests to the next one, which is to come at once."""
         self._alone = alone
@@ -270,7 +270,12 @@ class KvtiersManager(OffloadingManager):
 
     def pass_is_over(self) -> bool:
         """Return whether this scheduling pass is to leave its other requests to the next one: loads are to begin."""
-        return self._limit.is_reached(computes_prompts=self.steps.computes_prompts)
+        return self._limit.is_reached()
+
+    @never_raises(lambda: None)
+    def request_runs(self) -> None:
+        """Record that this pass has scheduled a request to compute its tokens."""
+        self._limit.request_runs()
 
     # -- stores
 

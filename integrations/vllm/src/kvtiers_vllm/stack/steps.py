@@ -8,10 +8,11 @@ decoding step before it; what makes a step longer is no harm (``estimates.py``),
 
 **The limit.** The loads that a pass finds begin when it has ended, and a burst makes it long: on an H100 24 prompts of
 8k tokens took 106 ms to schedule, for as long the link stood still. So a pass that has found loads passes over the
-requests that it has not looked up after ``_LONGEST_PASS``; the next one looks them up while the first loads run. Not
-beside prompts that are computed: the next pass would come only when their step has ended.
+requests that it has not looked up after ``_LONGEST_PASS``; the next one looks them up while the first loads run. Where
+something is computed the next pass comes only when that step has ended, and a pass may take as long as such a step.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,31 +29,43 @@ class StepClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._running: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_IN_FLIGHT)
+        self._running: deque[tuple[int, int, float, float]] = deque(maxlen=_STEPS_IN_FLIGHT)
         self._ended = 0.0  # the last step of prompts
+        self._short_step = math.inf  # seconds of the last step that computed something, but no prompts
         self._computed = (0, 0.0, 0.0)
-        self.computes_prompts = False
-        """The step that began last computes mostly prompts."""
+        self._computes = self._computes_prompts = False  # the step that began last
 
     def begins(self, tokens: int, requests: int, position: float = 0.0) -> None:
         """Record a step that computes this many tokens for this many requests.
 
         ``position``: how many tokens are before each of them in its request, on average.
         """
-        self.computes_prompts = tokens > 0 and tokens >= _PREFILL_TOKENS * requests
-        self._running.append((tokens if self.computes_prompts else 0, position, self._clock()))
+        self._computes = tokens > 0
+        self._computes_prompts = tokens > 0 and tokens >= _PREFILL_TOKENS * requests
+        self._running.append((tokens, tokens if self._computes_prompts else 0, position, self._clock()))
 
     def ends(self) -> None:
         """Record the end of the oldest step."""
         if not self._running:
             return
-        tokens, position, began = self._running.popleft()
+        computes, tokens, position, began = self._running.popleft()
+        if computes and not tokens:
+            self._short_step = self._clock() - began
         if not tokens:
             return
         before_it, self._ended = self._ended, self._clock()
         computed, seconds, where = self._computed
         where += (position - where) * tokens / (computed + tokens)
         self._computed = (computed + tokens, seconds + self._ended - max(began, before_it), where)
+
+    def until_next_pass(self, *, computes: bool) -> float:
+        """Return about how many seconds after this pass the next one comes.
+
+        ``computes``: this pass has already scheduled something to compute.
+        """
+        if self._computes_prompts:
+            return math.inf
+        return self._short_step if computes or self._computes else 0.0
 
     def take_computed(self) -> tuple[int, float, float]:
         """Return tokens, seconds and mean position of the steps that count and were not taken yet."""
@@ -63,10 +76,11 @@ class StepClock:
 class PassLimit:
     """Limits the time until the loads of a scheduling pass begin. Runs on the engine's thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, steps: StepClock, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps = steps
         self._clock = clock
-        self._until: float | None = None
-        self._loads = False
+        self._began: float | None = None
+        self._loads = self._computes = False
         self.was_reached = False
         """Requests were passed over in this pass."""
 
@@ -74,16 +88,23 @@ class PassLimit:
         """Record that this pass has found a load."""
         self._loads = True
 
-    def is_reached(self, *, computes_prompts: bool) -> bool:
+    def request_runs(self) -> None:
+        """Record that this pass has scheduled a request whose tokens are computed."""
+        self._computes = True
+
+    def is_reached(self) -> bool:
         """Return whether a request is to wait for the next pass; asked before each one is looked up."""
-        if self._until is None:
-            self._until = self._clock() + _LONGEST_PASS
-        if self._loads and not computes_prompts and self._clock() >= self._until:
+        now = self._clock()
+        if self._began is None:
+            self._began = now
+        if self._loads and now - self._began >= max(
+            _LONGEST_PASS, self._steps.until_next_pass(computes=self._computes)
+        ):
             self.was_reached = True
         return self.was_reached
 
     def pass_ends(self) -> bool:
         """Prepare for the next pass; return whether requests were passed over in this one."""
         was_reached = self.was_reached
-        self._until, self._loads, self.was_reached = None, False, False
+        self._began, self._loads, self._computes, self.was_reached = None, False, False, False
         return was_reached
