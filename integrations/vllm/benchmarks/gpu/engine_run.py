@@ -10,6 +10,7 @@ import random
 import statistics
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,18 @@ class Engine:
         self.mode, self.store = mode, store
         begun = time.perf_counter()
         config = connector_config(mode, float(os.environ.get("PRIM", "24")), store)
-        graphs: dict[str, Any] = {"enforce_eager": True}
+        more: dict[str, Any] = {"enforce_eager": True}
         if os.environ.get("GRAPHS"):  # steps that only decode are captured, as a server has them; nothing is compiled
             sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48]
-            graphs = {
+            more = {
                 "compilation_config": {
                     "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes,
                 },
             }  # fmt: skip
+        if gib := os.environ.get("GPU_GIB"):
+            more["kv_cache_memory_bytes"] = int(float(gib) * GIB)
         self.llm = LLM(
-            model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", **graphs,
+            model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", **more,
             max_model_len=most_tokens + 64, gpu_memory_utilization=0.6, max_num_batched_tokens=8192,
             enable_prefix_caching=True, kv_transfer_config=config, disable_log_stats=False, seed=0,
             tensor_parallel_size=int(os.environ.get("RANKS", "1")), disable_custom_all_reduce=True,
@@ -210,15 +213,17 @@ def processor_ticks() -> int:
 
 
 def burst(engine: Engine) -> dict[str, Any]:
-    """Ask 24 prompts of 8k tokens at once: cold, then three times from the primary."""
+    """Ask 24 prompts of 8k tokens at once: cold, from the GPU's own cache, three times from the primary."""
     prompts = engine.prompts(24, 24, 8_192)
     cold = engine.ask(prompts)
     time.sleep(float(os.environ.get("SETTLE", "12")))
+    gpu_hit = engine.ask(prompts)["s"]
     again = []
     for _ in range(3):
         engine.forget()
         again.append(engine.ask(prompts))
-    return {"cold": cold, "primary_s": [one["s"] for one in again], "cached": [one["cached"] for one in again],
+    return {"cold": cold, "gpu_hit_s": gpu_hit, "primary_s": [one["s"] for one in again],
+            "cached": [one["cached"] for one in again],
             "same": all(one["tokens"] == cold["tokens"] for one in again)}  # fmt: skip
 
 
@@ -333,11 +338,92 @@ def mixed(engine: Engine) -> dict[str, Any]:
     }  # fmt: skip
 
 
+SESSIONS, USERS, TURNS = 48, 12, 6
+"""In the end 53 GiB of KV of Llama's shape, twice what a GPU cache of 26 GiB (`GPU_GIB`) holds."""
+
+
+class Session:
+    """One conversation: what was said so far; the next turn adds a user's tokens and the model's answer."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        chance = random.Random(31_000 + number)
+        self._new = [engine.prompts(32_000 + 10 * number + turn, 1, 250)[0] for turn in range(TURNS + 1)]
+        self.tokens = engine.prompts(30_000 + number, 1, chance.randrange(6_500, 8_000))[0]
+
+    def turn(self, turn: int) -> list[int]:
+        """Return the prompt of this turn."""
+        self.tokens += self._new[turn]
+        return self.tokens
+
+
+def converse(engine: Engine, sessions: dict[int, Session], turns: list[tuple[int, int]], answer: int) -> dict[str, Any]:
+    """Play (session, turn) in this order, closed loop: each user waits for an answer before the next request."""
+    sampling = engine._sampling(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)  # noqa: SLF001 -- a rig
+    core = engine.llm.llm_engine
+    waiting, sent, last = list(turns), {}, {}
+    ttft: list[float] = []
+    gaps: list[float] = []
+    cached = asked = 0
+    said: dict[str, list[int]] = {}
+    begun = time.perf_counter()
+    while waiting or sent:
+        while waiting and len(sent) < USERS:
+            number, turn = waiting.pop(0)
+            name, prompt = f"s{number}-{turn}", sessions[number].turn(turn)
+            core.add_request(name, engine._prompt(prompt_token_ids=list(prompt)), sampling)  # noqa: SLF001 -- a rig
+            sent[name], asked = (time.perf_counter(), number), asked + len(prompt)
+        for output in core.step():
+            now, name = time.perf_counter(), output.request_id
+            count = len(output.outputs[0].token_ids)
+            if name in last and count > last[name][1]:
+                gaps.append((now - last[name][0]) / (count - last[name][1]))
+            elif count and name not in last:
+                ttft.append(now - sent[name][0])
+                cached += output.num_cached_tokens or 0
+            if count:
+                last[name] = (now, count)
+            if output.finished:
+                said[name] = list(output.outputs[0].token_ids)
+                sessions[sent.pop(name)[1]].tokens += said[name]
+    seconds = time.perf_counter() - begun
+    ttft.sort()
+    gaps.sort()
+    return {
+        "s": round(seconds, 3), "requests_s": round(len(turns) / seconds, 3), "cached": cached, "of": asked,
+        **{f"ttft_p{share}": round(ttft[min(len(ttft) - 1, share * len(ttft) // 100)], 4) for share in (50, 90, 99)},
+        "itl_p99": round(gaps[99 * len(gaps) // 100], 4) if gaps else None,
+        "said": zlib.crc32(repr(sorted(said.items())).encode()),
+    }  # fmt: skip
+
+
+def chat(engine: Engine) -> dict[str, Any]:
+    """Play all turns of all sessions, turn by turn: a session comes back when 47 others were there.
+
+    What was said is kept beside the store for `resume`.
+    """
+    sessions = {number: Session(engine, number) for number in range(SESSIONS)}
+    found = converse(engine, sessions, [(number, turn) for turn in range(TURNS) for number in sessions], 64)
+    Path(engine.store).with_suffix(".said").write_text(json.dumps([session.tokens for session in sessions.values()]))
+    time.sleep(float(os.environ.get("FILL", "12")))
+    return {**found, "figures": engine.figures()}
+
+
+def resume(engine: Engine) -> dict[str, Any]:
+    """Play one more turn of all the sessions that another process has stored, as the first thing of this one."""
+    sessions = {number: Session(engine, number) for number in range(SESSIONS)}
+    for session, tokens in zip(
+        sessions.values(), json.loads(Path(engine.store).with_suffix(".said").read_text()), strict=True
+    ):
+        session.tokens = tokens
+    found = converse(engine, sessions, [(number, TURNS) for number in sessions], 1)
+    return {**found, "figures": engine.figures()}
+
+
 SCENES = {
     scene.__name__: scene
     for scene in (
         *(warm_up, startup, beside_stores, primary, long, burst),
-        *(fill, fill_store, restart, store, throughput, mixed),
+        *(fill, fill_store, restart, store, throughput, mixed, chat, resume),
     )
 }
 

@@ -8,6 +8,8 @@ measured here; those of the burst, the restart and the store are fixed seconds, 
 
     python vllm_gpu.py --model FOLDER                 all of it, some 25 minutes
     python vllm_gpu.py --model FOLDER --quick         the scenes that have goals, some 8 minutes
+    python vllm_gpu.py --model FOLDER --chat          48 conversations, closed loop, some 10 minutes
+    python vllm_gpu.py --model FOLDER --windows       FOLDER is `gemma-3-shape/`: some 9 minutes
     python vllm_gpu.py --page RESULTS.json out.html   the page with plots of earlier runs
     python vllm_gpu.py --figure RESULTS.json out.svg  README's figure, of the restarts in the file's first call
 
@@ -45,7 +47,8 @@ class Run(NamedTuple):
     """One engine: the way in, its scenes in order, its primary in GiB; ``store``: what it shares with other runs.
 
     ``disk``: its store is on the disk of the temporary folder. ``tier``, ``stack``: more options of kvtiers' fs tier
-    and of the whole stack, as JSON.
+    and of the whole stack, as JSON. ``gpu_gib``: what the GPU's own cache holds, where it is not most of the GPU;
+    decode steps are captured then.
     """
 
     mode: str
@@ -55,6 +58,7 @@ class Run(NamedTuple):
     disk: bool = False
     tier: str = "{}"
     stack: str = "{}"
+    gpu_gib: int = 0
 
 
 WARM_UP = Run("none", "warm_up")
@@ -108,6 +112,27 @@ THROUGHPUTS = [
 ]
 """In turns, each over an empty store. Each stores 39 GiB; vLLM's primary lies in /dev/shm, too: half of 125 GiB."""
 
+WINDOWS = [
+    Run("none", "burst,store", 1),
+    Run("stack_fs", "burst,fill", store="ours"),
+    *(2 * [Run("stack_fs", "restart", store="ours"), Run("stack_fs", "store", store="ours")]),
+    Run("tiering_fs", "burst,fill", store="theirs"),
+    Run("tiering_fs", "restart", store="theirs"),
+    Run("tiering_fs", "store", store="theirs"),
+]
+"""``store`` of no connector: the same lone prompts, computed."""
+CHAT = [
+    Run("none", "chat", 1, gpu_gib=64),
+    Run("stack_fs", "chat", 20, store="ours", gpu_gib=26),
+    Run("stack_fs", "resume", 20, store="ours", gpu_gib=26),
+    Run("tiering_fs", "chat", 20, store="theirs", gpu_gib=26),
+    Run("tiering_fs", "resume", 20, store="theirs", gpu_gib=26),
+    Run("none", "chat", 1, gpu_gib=26),
+    Run("stack", "chat", 48, gpu_gib=26),
+    Run("cpu", "chat", 48, gpu_gib=26),
+]
+"""The first engine's GPU holds all conversations: the line to reach. A store and its primary take 75 GiB of memory."""
+
 
 def link_gb_s() -> float:
     """Return the link's speed to the GPU, in GB/s: 1 GiB from pinned memory, the median of ten."""
@@ -143,11 +168,12 @@ def play(run: Run, model: str, stores: Path, seconds: float, logs: Path | None =
     folder = place(run, stores)
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FOLDER / "engine_run.py"), model, run.mode, str(folder), run.scenes]
+    gpu = {"GPU_GIB": str(run.gpu_gib), "GRAPHS": "1"} if run.gpu_gib else {}
     begun = time.perf_counter()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={"TIER": run.tier, "STACK": run.stack, **os.environ, "PRIM": str(run.primary)},
+            env={"TIER": run.tier, "STACK": run.stack, **os.environ, "PRIM": str(run.primary), **gpu},
         )  # fmt: skip
         try:
             process.wait(seconds)
@@ -161,7 +187,13 @@ def play(run: Run, model: str, stores: Path, seconds: float, logs: Path | None =
         (logs / name).write_text("\n".join(line for line in lines if not line.startswith("RESULT ")) + "\n")
     found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
     for one in found:
-        one |= {"primary_gib": run.primary, "disk": run.disk, "slow": run.tier == SLOW, "always": run.stack == ALWAYS}
+        one |= {
+            "primary_gib": run.primary,
+            "gpu_gib": run.gpu_gib,
+            "disk": run.disk,
+            "slow": run.tier == SLOW,
+            "always": run.stack == ALWAYS,
+        }
     if process.returncode:
         said = [line for line in lines if "Error" in line][-3:]
         found.append({"mode": run.mode, "scene": "error", "of": run.scenes, "status": process.returncode, "said": said})
@@ -299,6 +331,8 @@ def named(one: dict[str, Any]) -> str:
     """Return what a result is called in a chart."""
     special = {"disk": ", disk", "slow": ", 1 GB/s", "always": ", always load"}
     said = "".join(text for key, text in special.items() if one.get(key))
+    if one.get("gpu_gib"):
+        said += f", GPU {one['gpu_gib']} GiB"
     return f"{LABELS[one['mode']]}, {one.get('primary_gib', '?')} GiB{said}"
 
 
@@ -325,6 +359,9 @@ def charts(results: list[dict[str, Any]]) -> list[str]:
         ("16k from the store after a restart, seconds (median)", of("store", lambda one: one["median_s"])),
         ("64k tokens from the primary, seconds (median)", of("long", lambda one: one["primary"]["median_s"])),
         ("48 x 2k new prompts + 64 tokens, seconds", of("throughput", lambda one: statistics.median(one["s"]))),
+        ("48 conversations of six turns, requests a second", of("chat", lambda one: one["requests_s"])),
+        ("48 conversations: time to first token p50, seconds", of("chat", lambda one: one["ttft_p50"])),
+        ("48 conversations resumed after a restart, seconds", of("resume", lambda one: one["s"])),
         ("mixed load: time to first token p50, seconds", of("mixed", lambda one: one["ttft_p50"])),
         ("mixed load: inter-token latency p99, seconds", of("mixed", lambda one: one["itl_p99"])),
     ]
@@ -418,6 +455,10 @@ def main() -> None:
     parser.add_argument("--model", help="folder with the model's config.json")
     parser.add_argument("--quick", action="store_true", help="the scenes that have goals")
     parser.add_argument("--restarts", action="store_true", help="restarts of two engines in turns")
+    parser.add_argument(
+        "--windows", action="store_true", help="a model with sliding windows: burst, restart, lone prompts"
+    )
+    parser.add_argument("--chat", action="store_true", help="conversations in a closed loop, and after a restart")
     parser.add_argument("--throughputs", action="store_true", help="no-hit throughput of four engines in turns")
     parser.add_argument("--only", default="", help="runs by number, as 0,2,5: a part of the quick or the full list")
     parser.add_argument("--warm", action="store_true", help="this machine has run an engine before: no warm-up")
@@ -435,7 +476,8 @@ def main() -> None:
         return
     if not options.model:
         parser.error("--model is needed")
-    runs = RESTARTS if options.restarts else THROUGHPUTS if options.throughputs else QUICK if options.quick else FULL
+    chosen = {"restarts": RESTARTS, "windows": WINDOWS, "chat": CHAT, "throughputs": THROUGHPUTS, "quick": QUICK}
+    runs = next((listed for name, listed in chosen.items() if getattr(options, name)), FULL)
     if options.only:
         runs = [runs[int(number)] for number in options.only.split(",")]
     if not options.warm:
