@@ -140,12 +140,12 @@ def test_a_prefix_is_not_loaded_where_computing_is_faster(name, open_cache):
 def test_a_load_ends_when_computing_would_have_and_counts_as_twice_as_long(open_cache):
     model, ids = make("llama"), prompt(150)
     truth = greedy(open_cache(model), ids)
-    cache = open_cache(model, tier={"rate_limit": {"bytes_per_second": "4KiB"}}, load="when_faster")
+    cache = open_cache(model, tier={"rate_limit": {"bytes_per_second": "1KiB"}}, load="when_faster")
     assert cache.load(prompt(20, seed=3)).get_seq_length() == 0
     cache._rule.computed(144, 0.5)
     begin = time.monotonic()
     assert cache.load(ids).get_seq_length() == 0
-    assert 0.5 <= time.monotonic() - begin < 5, "all of it would take 9 s"
+    assert 0.5 <= time.monotonic() - begin < 20, "all of it would take 36 s"
     assert cache._rule._small_load >= 1.0
     assert cache.stats()["skipped_loads"] == 0
     assert cache.load(ids).get_seq_length() == 0

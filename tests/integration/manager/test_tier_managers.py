@@ -70,7 +70,7 @@ def test_a_tier_whose_drain_never_returns_does_not_hold_up_the_end(start, monkey
     gate.set()
     (tier,) = tiers
     tier.close()
-    assert took < 10
+    assert took < 30
 
 
 def test_a_tenant_stays_within_the_quota_that_the_tier_keeps_and_no_other_loses_a_chunk(start, keys):
