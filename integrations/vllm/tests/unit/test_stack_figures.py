@@ -176,15 +176,15 @@ def test_steps_that_are_taken_together_have_the_mean_position_of_their_tokens(st
 
 def test_a_pass_that_has_found_loads_ends_so_that_they_begin(steps, clock):
     limit = PassLimit(steps, clock)
-    assert not limit.is_reached()
+    assert not limit.is_reached(idle=True)
     clock.now += 1.0
-    assert not limit.is_reached(), "without a load there is nothing to begin"
+    assert not limit.is_reached(idle=True), "without a load there is nothing to begin"
     limit.load_found()
-    assert limit.is_reached()
+    assert limit.is_reached(idle=True)
     assert limit.pass_ends(), "so the next pass comes at once"
-    assert not limit.is_reached(), "it has a time of its own"
+    assert not limit.is_reached(idle=True), "it has a time of its own"
     limit.load_found()
-    assert not limit.is_reached(), "a short pass ends by itself"
+    assert not limit.is_reached(idle=True), "a short pass ends by itself"
     assert not limit.pass_ends()
 
 
@@ -192,10 +192,11 @@ def test_a_pass_beside_computed_prompts_is_not_cut_short(steps, clock):
     """The next pass would come when their step has ended."""
     limit = PassLimit(steps, clock)
     steps.begins(8192, 1)
-    assert not limit.is_reached()
+    assert not limit.is_reached(idle=False)
     limit.load_found()
     clock.now += 1.0
-    assert not limit.is_reached()
+    assert not limit.is_reached(idle=False)
+    assert limit.is_reached(idle=True), "they have been computed, and no other request runs"
 
 
 @pytest.mark.parametrize("seconds", [0.008, 0.1])
@@ -206,24 +207,18 @@ def test_a_pass_beside_decoding_takes_no_longer_than_a_step_of_it(seconds, steps
     steps.begins(3, 3)
     limit = PassLimit(steps, clock)
     limit.load_found()
-    assert not limit.is_reached()
+    assert not limit.is_reached(idle=False)
     clock.now += 0.05
-    assert limit.is_reached() == (seconds < 0.05)
+    assert limit.is_reached(idle=False) == (seconds < 0.05)
     clock.now += 0.06
-    assert limit.is_reached()
+    assert limit.is_reached(idle=False)
 
 
-def test_a_pass_that_has_scheduled_a_request_to_compute_is_as_long_as_its_step(steps, clock):
-    """What it leaves over would wait for that step: the last tokens of prompts that were loaded."""
+def test_a_pass_that_has_scheduled_a_loaded_prompt_is_as_long_as_the_step_that_computes_its_end(steps, clock):
+    """What it leaves over would wait for that step."""
     limit = PassLimit(steps, clock)
     steps.begins(0, 0)
     limit.load_found()
-    assert not limit.is_reached()
-    limit.request_runs()
+    assert not limit.is_reached(idle=True)
     clock.now += 0.1
-    assert not limit.is_reached(), "how long its step takes is not known yet"
-    limit.pass_ends()
-    assert not limit.is_reached()
-    limit.load_found()
-    clock.now += 0.1
-    assert limit.is_reached(), "that was the other pass"
+    assert not limit.is_reached(idle=False), "how long its step takes is not known yet"

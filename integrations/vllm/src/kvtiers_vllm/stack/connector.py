@@ -154,12 +154,6 @@ class KvtiersConnector(OffloadingConnector):
         end = _last_token(self.connector_scheduler, status, request.num_tokens, computed)
         return bool(manager.waits(status.req_context, computed, end))
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Record a request that runs in this step: the next pass comes when the step has ended."""
-        if not num_external_tokens:
-            self.connector_scheduler.manager.request_runs()
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Record how much a step computes; one that computes nothing leaves the copies some time."""
         meta = super().build_connector_meta(scheduler_output)

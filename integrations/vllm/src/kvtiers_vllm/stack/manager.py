@@ -270,12 +270,7 @@ class KvtiersManager(OffloadingManager):
 
     def pass_is_over(self) -> bool:
         """Return whether this scheduling pass is to leave its other requests to the next one: loads are to begin."""
-        return self._limit.is_reached()
-
-    @never_raises(lambda: None)
-    def request_runs(self) -> None:
-        """Record that this pass has scheduled a request to compute its tokens."""
-        self._limit.request_runs()
+        return self._limit.is_reached(idle=self._core.is_idle())
 
     # -- stores
 

@@ -33,14 +33,13 @@ class StepClock:
         self._ended = 0.0  # the last step of prompts
         self._short_step = math.inf  # seconds of the last step that computed something, but no prompts
         self._computed = (0, 0.0, 0.0)
-        self._computes = self._computes_prompts = False  # the step that began last
+        self._computes_prompts = False  # the step that began last
 
     def begins(self, tokens: int, requests: int, position: float = 0.0) -> None:
         """Record a step that computes this many tokens for this many requests.
 
         ``position``: how many tokens are before each of them in its request, on average.
         """
-        self._computes = tokens > 0
         self._computes_prompts = tokens > 0 and tokens >= _PREFILL_TOKENS * requests
         self._running.append((tokens, tokens if self._computes_prompts else 0, position, self._clock()))
 
@@ -58,14 +57,9 @@ class StepClock:
         where += (position - where) * tokens / (computed + tokens)
         self._computed = (computed + tokens, seconds + self._ended - max(began, before_it), where)
 
-    def until_next_pass(self, *, computes: bool) -> float:
-        """Return about how many seconds after this pass the next one comes.
-
-        ``computes``: this pass has already scheduled something to compute.
-        """
-        if self._computes_prompts:
-            return math.inf
-        return self._short_step if computes or self._computes else 0.0
+    def until_next_pass(self) -> float:
+        """Return about how many seconds after this pass the next one comes, if something is computed."""
+        return math.inf if self._computes_prompts else self._short_step
 
     def take_computed(self) -> tuple[int, float, float]:
         """Return tokens, seconds and mean position of the steps that count and were not taken yet."""
@@ -80,7 +74,7 @@ class PassLimit:
         self._steps = steps
         self._clock = clock
         self._began: float | None = None
-        self._loads = self._computes = False
+        self._loads = False
         self.was_reached = False
         """Requests were passed over in this pass."""
 
@@ -88,23 +82,21 @@ class PassLimit:
         """Record that this pass has found a load."""
         self._loads = True
 
-    def request_runs(self) -> None:
-        """Record that this pass has scheduled a request whose tokens are computed."""
-        self._computes = True
+    def is_reached(self, *, idle: bool) -> bool:
+        """Return whether a request is to wait for the next pass; asked before each one is looked up.
 
-    def is_reached(self) -> bool:
-        """Return whether a request is to wait for the next pass; asked before each one is looked up."""
+        ``idle``: nothing is computed, neither by requests that run nor by those that this pass has scheduled.
+        """
         now = self._clock()
         if self._began is None:
             self._began = now
-        if self._loads and now - self._began >= max(
-            _LONGEST_PASS, self._steps.until_next_pass(computes=self._computes)
-        ):
+        longest = _LONGEST_PASS if idle else max(_LONGEST_PASS, self._steps.until_next_pass())
+        if self._loads and now - self._began >= longest:
             self.was_reached = True
         return self.was_reached
 
     def pass_ends(self) -> bool:
         """Prepare for the next pass; return whether requests were passed over in this one."""
         was_reached = self.was_reached
-        self._began, self._loads, self._computes, self.was_reached = None, False, False, False
+        self._began, self._loads, self.was_reached = None, False, False
         return was_reached
