@@ -5,11 +5,22 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from tests.stores import DictStore
 from tests.unit.test_runtime import KEYS, LAYOUT, config, copied, running, step_until
 
+from kvtiers.api import TierConfig
 from kvtiers.cli.main import cli
+from kvtiers.host.layout_record import LayoutRecord
 from kvtiers.layout.cache_layout import ModelIdentity
-from kvtiers.layout.fingerprint_record import read_layout
+from kvtiers.layout.fingerprint_record import (
+    LIMITS_FIELD,
+    WRITER_FIELD,
+    Described,
+    describe_layout,
+    read_layout,
+    write_layout,
+)
+from kvtiers.layout.storage_name import StorageNames
 from kvtiers.runtime import EngineFacts
 from kvtiers.types import BlockSpec, RequestContext
 from kvtiers_fs.config import FsConfig
@@ -23,18 +34,18 @@ def disk(tmp_path):
     return {"type": "fs", "path": str(tmp_path / "store"), "capacity": "64MiB", "min_free": 0}
 
 
-def is_open(manager):
-    return manager.stats()["tiers"]["fs"]["own"]["open"]
+def is_open(manager, tier="fs"):
+    return manager.stats()["tiers"][tier]["own"]["open"]
 
 
-def store(engine):
-    """Store a chunk, and wait until it is in the tier."""
+def store(engine, tier="fs", chunk=0):
+    """Store a chunk, and wait until it is in the tier, which has it already or takes it."""
     manager, worker, _ = engine
-    step_until(manager, lambda: is_open(manager) and manager.on_schedule_end() is None)
-    plan = manager.prepare_store(KEYS[:1], RequestContext("r"))
+    step_until(manager, lambda: is_open(manager, tier) and manager.on_schedule_end() is None)
+    plan = manager.prepare_store([KEYS[chunk]], RequestContext("r"))
     copied(worker, worker.submit_store, BlockSpec([0], (1,), (0,)), plan.chunk_ids)
     manager.complete_store(plan)
-    step_until(manager, lambda: manager.stats()["tiers"]["fs"]["stored_chunks"])
+    step_until(manager, lambda: manager.stats()["tiers"][tier]["stored_chunks"])
 
 
 def said(caplog):
@@ -108,3 +119,47 @@ def test_an_engine_without_compression_says_that_it_does_not_find_compressed_val
     disk["path"] += "-uncompressed"
     assert said_with("none") == said_with("read") == said_with("zstd") == []
     assert read_layout_field(disk, "compression") is None, "what is there is not compressed"
+
+
+def limits_said(caplog):
+    return [line for line in caplog.messages if "each applies its own" in line]
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_an_engine_whose_limits_differ_from_the_last_writers_says_both_once(disk, caplog, io):
+    def said_with(chunk, **options):
+        caplog.clear()
+        with running(config(tenants={}, secondary=[disk | {"io": io} | options])) as engine:
+            store(engine, chunk=chunk)
+        return limits_said(caplog)
+
+    assert said_with(0, quotas={"blue": "1GiB"}) == said_with(1, quotas={"blue": "1GiB"}) == []
+    [line] = said_with(2, quotas={"blue": "1GiB", "*": "1MiB"})
+    assert line.startswith("fs: the engine on ")
+    assert " UTC has quotas {blue: 1GiB}, this engine has quotas {*: 1MiB, blue: 1GiB}: each applies its own; " in line
+    assert line.endswith("give all engines that share the store the same")
+    [line] = said_with(3)
+    assert "has quotas {*: 1MiB, blue: 1GiB}, this engine has quotas not set" in line
+    assert said_with(4) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "writer", "said"),
+    [
+        ({"ttl": "1h\n\x1b[2J" + "x" * 5000}, {"host": "a\nb" * 99, "time": 1e300}, True),
+        ({"ttl": ["1h"]}, {"host": None, "time": "now"}, True),
+        ({"ttl": "1h"}, None, True),
+        ({}, {"host": "a", "time": 5}, False),
+        ("1h", {"host": "a", "time": 5}, False),
+        (None, None, False),
+    ],
+)
+def test_whatever_limits_are_recorded_are_one_line_of_plain_text_at_most(caplog, limits, writer, said):
+    names = StorageNames.of_layout("ns", LAYOUT)
+    own = Described(names.prefix, describe_layout(LAYOUT, "", names.fingerprint)).of_tier(TierConfig(type="fs"))
+    record = json.loads(own.document) | {LIMITS_FIELD: limits, WRITER_FIELD: writer}
+    there = DictStore()
+    write_layout(there, names, json.dumps(record))
+    LayoutRecord(own, "fs").compare(there, names, None)
+    assert len(limits_said(caplog)) == said == len(caplog.messages)
+    assert all(line.isprintable() and len(line) < 3000 for line in caplog.messages)

@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kvtiers.api.files import read_file
 from kvtiers.api.keys import TENANT
-from kvtiers.api.units import RESOLVED, Duration, Share, Size
+from kvtiers.api.units import RESOLVED, Duration, Share, Size, format_size
 
 __all__ = [
     "HOST_OPTIONS",
@@ -312,6 +312,16 @@ class TierConfig(StrictModel):
         example.
         """
         return ""
+
+    @property
+    def shared_limits(self) -> dict[str, str]:
+        """The limits that this tier sets on stored values, by option, in words; options that set none are left out.
+
+        Engines that share a store should have the same. Each leaves its own there; one that opens the store says in
+        one line if the last writer's differ. No secret, since they are stored and shown.
+        """
+        quotas = ", ".join(f"{tenant}: {format_size(nbytes)}" for tenant, nbytes in sorted(self.quotas.items()))
+        return {"quotas": f"{{{quotas}}}"} if quotas else {}
 
     @field_validator("processes")
     @classmethod

@@ -7,6 +7,9 @@ wrong with one is a debug line.
 import json
 import logging
 import re
+import socket
+import time
+from datetime import UTC, datetime
 from typing import Any
 
 from kvtiers._failures import plugin_boundary
@@ -16,6 +19,8 @@ from kvtiers.encryption.keys import KeyRing
 from kvtiers.layout.fingerprint_record import (
     COMPRESSION_FIELD,
     KEY_FIELD,
+    LIMITS_FIELD,
+    WRITER_FIELD,
     Described,
     compare_layouts,
     read_layout,
@@ -42,7 +47,10 @@ class LayoutRecord:
         self._label = label
 
     def compare(self, store: ChunkStore, names: StorageNames, keys: KeyRing | None) -> None:
-        """Log, once, why the values of the same model that were stored last are not this engine's."""
+        """Log, once, why the values of the same model that were stored last are not this engine's, or not kept as its.
+
+        The limits are those of the values that both have: what another model's engines set is theirs to decide.
+        """
         described = self.described
         if described is None:
             return
@@ -71,6 +79,8 @@ class LayoutRecord:
                 self._label,
                 extra={"once": True},
             )
+        elif difference := _other_limits(theirs, ours):
+            _log.warning("%s: %s", self._label, difference, extra={"once": True})
 
     def write(self, store: ChunkStore, names: StorageNames, epoch: str, keys: KeyRing | None) -> None:
         """Write the record to the store, with the first value of these names; later calls do nothing."""
@@ -80,6 +90,7 @@ class LayoutRecord:
         stored = {
             KEY_FIELD: "" if keys is None else keys.current.id,
             COMPRESSION_FIELD: "zstd" if self._compression == "zstd" else "",
+            WRITER_FIELD: {"host": socket.gethostname(), "time": time.time()},
         }
         with plugin_boundary(exits=True) as writing:
             write_layout(store, names.of_epoch(epoch), with_fields(described.document, stored))
@@ -103,3 +114,29 @@ def _other_key(theirs: dict[str, Any], keys: KeyRing | None) -> str:
         f"the latest values of this model are {stored}, so this engine, which has {keys.in_words()}, does not find "
         "them; if that is not meant, correct 'encryption.key', or give theirs as 'encryption.previous'"
     )
+
+
+def _other_limits(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    """Return in one line which limits the engine that stored last has, and which are ours; "" if they are the same."""
+    there, here = theirs.get(LIMITS_FIELD), ours.get(LIMITS_FIELD)
+    if not isinstance(there, dict) or not isinstance(here, dict):  # from before they were recorded, or of a reader
+        return ""
+    differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    if not differing:
+        return ""
+    before, now = (", ".join(f"{name} {of.get(name, 'not set')}" for name in differing) for of in (there, here))
+    text = (
+        f"{_writer(theirs)} has {before[:_LONGEST_DIFFERENCE]}, this engine has {now}: each applies its own; "
+        "give all engines that share the store the same"
+    )
+    return repr(text)[1:-1] if not text.isprintable() else text  # anything could be logged by a store else
+
+
+def _writer(record: dict[str, Any]) -> str:
+    """Return in words who wrote a record, in which anything may stand."""
+    try:
+        writer = record[WRITER_FIELD]
+        when = datetime.fromtimestamp(float(writer["time"]), UTC)
+        return f"the engine on {str(writer['host'])[:80]} that began to store this model at {when:%Y-%m-%d %H:%M} UTC"
+    except (LookupError, TypeError, ValueError, OverflowError, OSError):
+        return "the engine that began to store this model last"

@@ -7,7 +7,8 @@ its fingerprint was made from, under two names of core's own, each one page, sea
     {namespace}/_layout/{model slug}                    of the engine that has begun to store last
 
 An engine that opens the store compares the second one with its own, and says in which fields they differ; `kvtiers
-store du` reads the first one. Both are for people only: nothing depends on a record, so one may be lost.
+store du` reads the first one. Beside them stands how that engine stores: its key, its compression, and the limits that
+its tier sets on the values. Both are for people only: nothing depends on a record, so one may be lost.
 """
 
 import contextlib
@@ -18,26 +19,31 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from kvtiers.api import ChunkStore
+from kvtiers.api import ChunkStore, TierConfig
 from kvtiers.layout.cache_layout import SEAL_BYTES, CacheLayout
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = [
-    "COMPRESSION_FIELD", "KEY_FIELD", "Described", "change_key", "compare_layouts", "describe_layout",
-    "is_layout_record", "read_layout", "with_fields", "write_layout",
+    "COMPRESSION_FIELD", "KEY_FIELD", "LIMITS_FIELD", "WRITER_FIELD", "Described", "change_key", "compare_layouts",
+    "describe_layout", "is_layout_record", "read_layout", "with_fields", "write_layout",
 ]  # fmt: skip
 
 KEY_FIELD = "key"
 """Of a document: the id of the key that the values are encrypted with."""
 COMPRESSION_FIELD = "compression"
 """Of a document: how the values are compressed, if they are."""
+LIMITS_FIELD = "limits"
+"""Of a document: the limits that the tier sets on the values (``TierConfig.shared_limits``)."""
+WRITER_FIELD = "writer"
+"""Of a document: the machine that wrote it, and when (``host``, ``time``)."""
 _FOLDER = "_layout"
 _RECORD_BYTES = 4096
 _PAYLOAD_BYTES = _RECORD_BYTES - SEAL_BYTES
 _NO_LAYOUT = bytes(8)
 _LONGEST_TEXT = 80  # of a field; a longer one is shown by its digest
 _LARGEST = 1 << 20
+_NOT_OF_THE_LAYOUT = frozenset({"fingerprint", "format", KEY_FIELD, COMPRESSION_FIELD, LIMITS_FIELD, WRITER_FIELD})
 _DIGESTS = ("rope", "kv_layout", "tensors")  # say that something differs and not what: named if nothing else is
 
 
@@ -51,6 +57,11 @@ class Described:
     def is_of(self, names: StorageNames) -> bool:
         """Return whether the record describes values of these names; a bump changes nothing about that."""
         return names.prefix == self.prefix
+
+    def of_tier(self, config: TierConfig) -> "Described":
+        """Return the record with the limits that this tier sets; a tier that only reads sets none."""
+        limits = {} if config.read_only else {LIMITS_FIELD: config.shared_limits}
+        return Described(self.prefix, json.dumps(json.loads(self.document) | limits, sort_keys=True))
 
 
 def is_layout_record(name: str) -> bool:
@@ -111,7 +122,7 @@ def _write(store: ChunkStore, name: str, document: str, *, over: bool) -> None:
     store.write(name, record.toreadonly())
 
 
-def with_fields(document: str, fields: dict[str, str]) -> str:
+def with_fields(document: str, fields: dict[str, Any]) -> str:
     """Return a document that states these, too, of how the values are stored; one that is "" is left out."""
     stated = {name: value for name, value in fields.items() if value}
     return json.dumps(json.loads(document) | stated, sort_keys=True) if stated else document
@@ -122,7 +133,7 @@ def compare_layouts(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     differences = {
         name: (before, now)
         for name, before, now in _fields(theirs, ours)
-        if before != now and name not in {"fingerprint", "format", KEY_FIELD, COMPRESSION_FIELD}
+        if before != now and name not in _NOT_OF_THE_LAYOUT
     }
     plain = [name for name in differences if name not in _DIGESTS]
     return [f"{name}: {differences[name][0]!r} there, {differences[name][1]!r} here" for name in plain or differences]

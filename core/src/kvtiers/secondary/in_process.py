@@ -47,7 +47,7 @@ class InProcessBackend:
             names,
             PoolOptions.of(config, sizes),
             self._emit,
-            described=described,
+            described=None if described is None else described.of_tier(config),
             encryption=encryption_of(config, encryption),
         )
 

@@ -185,7 +185,7 @@ class TierHosts:
                 "namespace": self._namespace,
                 "prefix": names.prefix,
                 "layout_id": names.layout_id.hex(),
-                "layout": described.document if described is not None and described.is_of(names) else "",
+                "layout": "" if described is None or not described.is_of(names) else described.of_tier(config).document,
                 "sizes": region.sizes,
                 **self._key_sources(config),
             }

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvtiers.api import Duration, Secret, Size, TierConfig
+from kvtiers.api.units import format_duration
 from kvtiers_redis.places import Address, Places, parse_address, parse_url
 
 __all__ = ["RedisConfig"]
@@ -150,6 +151,14 @@ class RedisConfig(TierConfig):
         master = f" master {self.master}" if self.topology == "sentinel" else ""
         prefix = f" prefix {self.prefix}" if self.prefix else ""
         return f"{servers}{master} database {self.database_number}{prefix}"
+
+    @property
+    def shared_limits(self) -> dict[str, str]:
+        """How long values live, besides what every tier limits."""
+        if self.ttl is None:
+            return super().shared_limits
+        refreshed = ", refreshed by reads" if self.refresh_ttl else ""
+        return super().shared_limits | {"ttl": format_duration(self.ttl) + refreshed}
 
     @property
     def database_number(self) -> int:

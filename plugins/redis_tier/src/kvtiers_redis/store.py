@@ -60,12 +60,15 @@ class RedisStore(ChunkStore):
 
     def read_into(self, name: str, dst: memoryview) -> int:
         """Receive the value into the start of ``dst``."""
-        return self.read_many_into([name], [[dst]])[0]
+        return self._read([name], [[dst]], [] if _is_record(name) else self._refresh)[0]
 
     def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[int]:
         """Ask for all, and receive each into the start of its views."""
+        return self._read(names, dsts, self._refresh)
+
+    def _read(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]], refresh: Sequence[bytes]) -> list[int]:
         keys = [self._key(name) for name in names]
-        answers = self._get(keys, dsts, self._refresh)
+        answers = self._get(keys, dsts, refresh)
         if None in answers:  # a server that takes no writes does not take a new ttl either
             left = [i for i, answer in enumerate(answers) if answer is None]
             plain = self._get([keys[i] for i in left], [dsts[i] for i in left], [])
@@ -93,14 +96,19 @@ class RedisStore(ChunkStore):
 
     def write(self, name: str, src: memoryview) -> None:
         """Set the value. NotKept if the server has no room, or takes no writes now."""
-        [refusal] = self.write_many([name], [[src]])
+        [refusal] = self._write([name], [[src]], [] if _is_record(name) else self._set_options)
         if refusal is not None:
             raise refusal
 
     def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> list[NotKept | None]:
         """Send all values, then read the result of each."""
+        return self._write(names, srcs, self._set_options)
+
+    def _write(
+        self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]], options: Sequence[bytes]
+    ) -> list[NotKept | None]:
         keys = [self._key(name) for name in names]
-        done = self._set(keys, srcs, self._set_options)
+        done = self._set(keys, srcs, options)
         if None in done:  # a value is there already, and NX has left it
             self._replace_others(keys, srcs, done)
         refusals = [_refusal(answer) for answer in done]
@@ -175,6 +183,11 @@ class RedisStore(ChunkStore):
             return ask(link, commands(word, [keys[i] for i in indexes]), asking=asking)
 
         return self._router.ask(keys, talk, partial=partial)
+
+
+def _is_record(name: str) -> bool:
+    """Return whether this is a record of core's own about a namespace, which has no ttl: it is of all its values."""
+    return name.partition("/")[2].startswith("_")
 
 
 def _refusal(answer: Answer) -> NotKept | None:
