@@ -42,6 +42,22 @@ def two_tiers(faulty):
     return faulty(), faulty("second")
 
 
+@pytest.fixture
+def stopped_late(places, tmp_path):
+    """How to start an engine whose hosts are stopped just after its end, before they have armed their signal."""
+    early = tmp_path / "early"
+    early.mkdir()
+    (early / "sitecustomize.py").write_text(
+        "import os, signal, sys, time\n"
+        "if '-P' in sys.orig_argv and any('kvtiers.host.__main__' in word for word in sys.orig_argv):\n"
+        "    engine = int(sys.argv[-3])\n"
+        "    while os.getppid() == engine:\n"
+        "        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    return {"env": places.environment | {"PYTHONPATH": str(early)}, "cwd": places.here}
+
+
 def test_an_engine_that_is_killed_leaves_no_host_and_no_memory(party, two_tiers, machine):
     engine = party()
     engine_id = engine.engine(*two_tiers)
@@ -75,26 +91,37 @@ def test_an_engine_that_is_killed_while_its_hosts_are_stopped_in_their_first_mom
 
 
 def test_a_host_that_has_not_armed_its_signal_ends_with_an_engine_that_is_killed(
-    party, two_tiers, machine, places, tmp_path
+    party, two_tiers, machine, stopped_late
 ):
     """One that is stopped just after the engine's end has no parent whose end could reach it any more."""
-    early = tmp_path / "early"
-    early.mkdir()
-    (early / "sitecustomize.py").write_text(
-        "import os, signal, sys, time\n"
-        "if '-P' in sys.orig_argv and any('kvtiers.host.__main__' in word for word in sys.orig_argv):\n"
-        "    engine = int(sys.argv[-3])\n"
-        "    while os.getppid() == engine:\n"
-        "        time.sleep(0.01)\n"
-        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-    )
-    engine = party(env=places.environment | {"PYTHONPATH": str(early)}, cwd=places.here)
+    engine = party(**stopped_late)
     engine.do(f"engine = Engine(*{two_tiers!r})")
     engine_id = engine.do("engine.manager.engine_id")
     machine.wait_until(lambda: len(engine.hosts()) == 2, "its hosts")
     hosts = engine.hosts()
     engine.process.kill()
     await_nothing_left(machine, engine_id, hosts)
+
+
+def test_a_host_that_the_engine_could_not_tie_holds_nothing_and_ends_when_it_may_go_on(
+    party, two_tiers, machine, stopped_late
+):
+    """Linux has no signal that a child is born with, so one that somebody stops before it is tied stays stopped."""
+    engine = party(**stopped_late)
+    engine.do("import time, kvtiers.secondary.supervisor as module; module.lifeline = lambda _: time.sleep(3600)")
+    engine.do(f"engine = Engine(*{two_tiers!r})")
+    engine_id = engine.do("engine.manager.engine_id")
+    machine.wait_until(engine.hosts, "the first host")
+    [host] = engine.hosts()
+    engine.process.kill()
+    machine.wait_until(lambda: machine.state_of(host) == "T", "its being stopped")
+    try:
+        machine.wait_until(lambda: machine.holders(engine_id) == [], "the end of the last mapping")
+        os.kill(host, signal.SIGCONT)
+        machine.await_end(host)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(host, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("stage", ["read", "write", "exists", "delete", "open"])
