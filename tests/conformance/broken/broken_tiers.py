@@ -18,6 +18,8 @@ from kvtiers_example.example_tier import ExampleSecondaryTier
 
 CAUGHT_BY: dict[str, tuple[set[str], set[str]]] = {}
 CHUNKS = 16
+FORGETS = {"patience": 0.2}
+"""For a tier that reports at once or never: in many tests, one that never comes is waited for."""
 
 
 def caught_by(*tests, by_chance=(), **attributes):
@@ -31,7 +33,7 @@ def caught_by(*tests, by_chance=(), **attributes):
             return tier_class
 
         name = f"Test{tier_class.__name__}"
-        body = {"open_tier": open_tier, "max_chunks": CHUNKS, "patience": 0.2}
+        body = {"open_tier": open_tier, "max_chunks": CHUNKS, "patience": 10.0}
         body["keeps_quotas"] = issubclass(tier_class, SupportsQuotas)
         globals()[name] = type(name, (SecondaryTierTests,), body | attributes)
         return tier_class
@@ -203,21 +205,25 @@ class HasNoOpinion(Simple):
 # Results.
 
 
-@caught_by("test_an_empty_job_yields_exactly_one_result")
+@caught_by("test_an_empty_job_yields_exactly_one_result", **FORGETS)
 class ForgetsEmptyJobs(Simple):
     def submit_store(self, job):
         if job.keys:
             super().submit_store(job)
 
 
-@caught_by("test_a_store_of_present_chunks_yields_exactly_one_result", "test_two_jobs_may_store_the_same_chunk_at_once")
+@caught_by(
+    "test_a_store_of_present_chunks_yields_exactly_one_result",
+    "test_two_jobs_may_store_the_same_chunk_at_once",
+    **FORGETS,
+)
 class ForgetsJobsWithoutWork(Simple):
     def submit_store(self, job):
         if not job.keys or any(key not in self.chunks for key in job.keys):
             super().submit_store(job)
 
 
-@caught_by("test_a_store_that_cannot_fit_yields_exactly_one_result")
+@caught_by("test_a_store_that_cannot_fit_yields_exactly_one_result", **FORGETS)
 class ForgetsJobsThatDoNotFit(Simple):
     def submit_store(self, job):
         if len(job.keys) <= CHUNKS:
@@ -241,7 +247,7 @@ class PushesOutItsOwn(Simple):
             self.chunks.popitem(last=False)
 
 
-@caught_by("test_two_jobs_may_store_the_same_chunk_at_once")
+@caught_by("test_two_jobs_may_store_the_same_chunk_at_once", **FORGETS)
 class ForgetsChunksOnTheirWay(Simple):
     """Drops a chunk that another job is storing from its own job, and with the last one the job."""
 
@@ -267,6 +273,7 @@ class ForgetsChunksOnTheirWay(Simple):
     "test_an_abandoned_job_still_yields_its_result",
     "test_two_jobs_may_store_the_same_chunk_at_once",
     "test_a_store_never_pushes_out_chunks_of_its_own",
+    **FORGETS,
 )
 class ReportsTheLastOfAStep(Simple):
     def get_finished_jobs(self):
@@ -297,6 +304,7 @@ class ReportsTwice(Simple):
     "test_a_load_claims_no_chunk_that_is_absent",
     "test_no_row_is_touched_after_the_result",
     "test_an_abandoned_job_still_yields_its_result",
+    **FORGETS,
 )
 class ForgetsFailedLoads(Simple):
     def submit_load(self, job):
@@ -322,7 +330,7 @@ class DropsJobsOnDrain(Simple):
         return True
 
 
-@caught_by("test_an_abandoned_job_still_yields_its_result")
+@caught_by("test_an_abandoned_job_still_yields_its_result", **FORGETS)
 class ForgetsAbandonedJobs(Simple):
     def abandon_job(self, job_id):
         self.finished = [result for result in self.finished if result.job_id != job_id]
