@@ -200,8 +200,13 @@ class Gateway:
 
     def reads(self) -> int:
         """Return how often a value has been read, by the bytes that were."""
-        socket = f"{self._ceph._folder}/client.rgw.asok"
-        figures = json.loads(self._ceph._run("ceph", "daemon", socket, "perf", "dump", "rgw"))
+        # As `ceph daemon ... perf dump rgw` does, which takes a second to start: half of the time that loads take.
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(PATIENCE)
+            asked.connect(f"{self._ceph._folder}/client.rgw.asok")
+            asked.sendall(json.dumps({"prefix": "perf dump", "logger": "rgw"}).encode() + b"\0")
+            with asked.makefile("rb") as answer:
+                figures = json.loads(answer.read(int.from_bytes(answer.read(4), "big")))
         return int(figures["rgw"]["get_b"]) // VALUE_BYTES
 
     def start(self) -> None:
