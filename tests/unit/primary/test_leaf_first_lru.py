@@ -35,7 +35,8 @@ class SlowTraceLRU:
         victims = [key for key in self.order if key not in offered][:deficit]
         if len(victims) < deficit:
             return hits, None
-        self.order = [key for key in self.order if key not in set(victims)] + missing
+        gone = set(victims)
+        self.order = [key for key in self.order if key not in gone] + missing
         self._use(keys)
         return hits, victims
 
