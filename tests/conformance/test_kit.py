@@ -133,7 +133,7 @@ class Blocks(DictStore):
 
 class TestBlocks(ChunkStoreTests):
     store_class = Blocks
-    patience = 0.5
+    patience = 3.0
 
     @pytest.fixture
     def open_store(self):
@@ -160,7 +160,7 @@ class Blocks(DictStore):
 class TestBlocks(ChunkStoreTests):
     store_class = Blocks
     persistent = False
-    patience = 0.5
+    patience = 5.0
 
     @pytest.fixture
     def open_store(self):
@@ -189,7 +189,7 @@ def test_a_store_that_blocks_is_one_loud_error_with_the_stack(run_kit, tmp_path,
     report = run_kit(file, path=[ROOT])
     [failed] = report.tests["TestBlocks"]["failed"]
     message = report.messages["TestBlocks", failed]
-    assert f"TestBlocks: Blocks.{stage} did not return within 0.5 s (the tests' 'patience')" in message
+    assert f"TestBlocks: Blocks.{stage} did not return within 3 s (the tests' 'patience')" in message
     assert "never.wait()" in message
     assert len(report.tests["TestBlocks"]["skipped"]) > 10
 

@@ -41,7 +41,7 @@ def caught_by(*tests, by_chance=(), **attributes):
 
         open_store = open_folder if is_persistent else open_memory
         name = f"Test{store_class.__name__}"
-        body = {"store_class": store_class, "persistent": is_persistent, "open_store": open_store, "patience": 10.0}
+        body = {"store_class": store_class, "persistent": is_persistent, "open_store": open_store, "patience": 60.0}
         globals()[name] = type(name, (ChunkStoreTests,), body | attributes)
         return store_class
 
