@@ -24,7 +24,12 @@ SECONDS = {
     "replay/tests/integration/replay/test_replay_truth.py": 50, "plugins/mooncake_tier/tests/test_conformance.py": 50,
     "tests/integration/hosts/test_kit.py": 50, "replay/tests/integration/replay/test_ranks.py": 30,
     "replay/tests/integration/replay/test_record.py": 30, "plugins/mooncake_tier/tests/test_hosts.py": 30,
-    "tests/conformance/test_broken_stores.py": 50, "tests/conformance/test_broken_tiers.py": 20,
+    "tests/conformance/test_broken_stores.py": 120, "tests/conformance/test_broken_tiers.py": 30,
+    "replay/tests/unit/test_evaluate.py": 120, "plugins/policies/tests/test_shadows.py": 80,
+    "tests/integration/demo/test_acts.py": 70, "tests/conformance/test_kit.py": 60,
+    "plugins/fs_tier/tests/test_processes.py": 50, "tests/corruptions/test_corruptions.py": 50,
+    "tests/conformance/test_new_tier.py": 40, "tests/integration/hosts/test_engine_gone.py": 40,
+    "tests/unit/primary/test_leaf_first_lru.py": 40, "replay/tests/unit/test_plan_drawing.py": 30,
     "tests/integration/hosts/test_bump.py": 25, "plugins/mooncake_tier/tests/test_faults.py": 20,
     "plugins/mooncake_tier/tests/test_example.py": 20,
 }  # fmt: skip
