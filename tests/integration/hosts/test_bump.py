@@ -121,13 +121,13 @@ def test_two_tiers_of_which_one_was_bumped_store_the_same_rows_at_the_same_time_
     kvtiers_store("bump")  # of 'disk' alone
     engine = start(tier, other, rows=1024)
     engine.until_available()
-    for first in range(0, 20_000, 400):
+    for first in range(0, 8_000, 400):
         engine.store(machine.keys(first, 400))
     engine.close()
     for name in ("disk", "other"):
         found = kvtiers_store("verify", name, tiers=[tier, other])
         assert {verdict: found[verdict]["values"] for verdict in ("ok", "foreign", "damaged")} == {
-            "ok": 20_000,
+            "ok": 8_000,
             "foreign": 0,
             "damaged": 0,
         }, name
