@@ -38,7 +38,7 @@ __all__ = [
 
 _PR_SET_PDEATHSIG = 1
 _MOST_HANDED_OVER = 8
-_KILLED_SECONDS = 10.0  # it has no say in it: longer takes only one that waits in the kernel
+KILLED_SECONDS = 10.0  # it has no say in it: longer takes only one that waits in the kernel
 _LONGEST_ARGUMENT = 100_000  # Linux takes 131,071 bytes; build systems make paths of thousands of parts
 # The parent's path, whatever the environment says: a child must not find another kvtiers.
 _START = """
@@ -251,7 +251,10 @@ def end_group_with(process: "subprocess.Popen[bytes]") -> "threading.Thread":
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
-    """Reap the process within so many seconds, and return its status; kill it if it has not ended by then: None."""
+    """Reap the process within so many seconds, and return its status; kill it if it has not ended by then: None.
+
+    Returns at the latest ``KILLED_SECONDS`` later: a killed process that waits in the kernel is left.
+    """
     import subprocess
 
     try:
@@ -259,7 +262,7 @@ def end(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
     except subprocess.TimeoutExpired:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_KILLED_SECONDS)
+            process.wait(KILLED_SECONDS)
     return None
 
 

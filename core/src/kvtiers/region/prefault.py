@@ -11,14 +11,16 @@ import time
 from pathlib import Path
 from typing import IO
 
-from kvtiers._process import end, hand_over, lifeline, spawn_bare
+from kvtiers._process import KILLED_SECONDS, end, hand_over, lifeline, spawn_bare
 from kvtiers.region import populate
 from kvtiers.region.limits import oom_kills
 
-__all__ = ["Prefault"]
+__all__ = ["STOP_SECONDS", "Prefault"]
 
 _THREADS = 4
 _REAP_SECONDS = 5.0  # its output has ended, or it was killed: it ends soon
+STOP_SECONDS = _REAP_SECONDS + KILLED_SECONDS
+"""The most that ``stop`` takes, and the end that ``read`` comes to."""
 
 
 class Prefault:
@@ -145,9 +147,11 @@ class Prefault:
 
     def _end(self, why: str) -> None:
         self.ended = True
-        self.seconds = time.monotonic() - self._started
+        now = time.monotonic()
+        self.seconds = now - self._started
         code = end(self._process, _REAP_SECONDS)
-        self._thread.join(_REAP_SECONDS)  # its end of the socket has been closed
+        # The program's end of the thread's socket is closed now, but for one that waits in the kernel.
+        self._thread.join(max(0.0, now + STOP_SECONDS - time.monotonic()))
         self._close_pipes()
         if self.method or self.error:
             return

@@ -21,7 +21,7 @@ from kvtiers._failures import logged_boundary
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
 from kvtiers.region.handshake import FORMAT, Kind, peer_credentials, peer_pidfd
 from kvtiers.region.memfd import detach_in_children
-from kvtiers.region.prefault import Prefault
+from kvtiers.region.prefault import STOP_SECONDS, Prefault
 from kvtiers.region.ranks import RankTable
 from kvtiers.region.state import FIRST_LOOK, LONGEST_LOOK, Desk, Progress, RegionState
 
@@ -30,7 +30,7 @@ __all__ = ["AcceptThread"]
 _log = logging.getLogger("kvtiers.region")
 _DIFFERENCES_SHOWN = 5
 _MORE_HELLO_BYTES = 64 << 10  # that a rank's HELLO may have beside twice the scheduler's own layout
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = STOP_SECONDS + 1.0  # the pre-faulting's end, and its own
 _PAUSE_SECONDS = 0.005  # after each process that is not let in: one that connects in a loop must cost little
 
 
