@@ -111,7 +111,8 @@ def settled(machine):
     def settled(pool):
         def is_idle():
             tiers = pool.client.stats()["tiers"].values()
-            return tiers and not any(tier["transfers"]["running_jobs"] for tier in tiers)
+            moved = [tier["transfers"] for tier in tiers]
+            return moved and not any(tier["running_jobs"] or tier["quarantined_rows"] for tier in moved)
 
         machine.wait_until(is_idle, "the end of the last job")
 

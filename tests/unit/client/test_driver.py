@@ -1,9 +1,11 @@
 """Whose rows are whose, which time is over, and what a tier may not report."""
 
+import pytest
+
 from kvtiers.api import JobResult
 from kvtiers.client.driver import CLOSED, Driver
 from kvtiers.client.requests import Get, Prefix, Put
-from kvtiers.secondary.tier_jobs import JobFailed, JobStarted
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted
 
 PATIENCE = 60.0
 
@@ -89,6 +91,40 @@ def test_a_tier_that_reports_what_it_was_not_given_is_put_out_of_use(bench, play
     bench.step()
     assert driver.slots[1].retired
     assert bench.free == 4, "what it may still touch is not used again"
+
+
+@pytest.mark.parametrize("report", ["no result", None, JobResult(["no id"], success=True)])
+def test_a_tier_that_reports_what_is_no_result_is_put_out_of_use_and_the_others_go_on(bench, played, keys, report):
+    stranger, other = played(), played(*keys)
+    driver = bench.drive(stranger, other)
+    get = bench.begin(Get, keys)
+    stranger.says.append(report)
+    other.end(success=True)
+    bench.step()
+    assert (bool(driver.slots[0].retired), bool(driver.slots[1].retired)) == (True, False)
+    assert set(get.found) == set(keys)
+
+
+def test_a_job_that_is_reported_as_started_again_and_again_is_given_up_all_the_same(bench, played, keys, clock):
+    tier = played()
+    bench.drive(tier)
+    bench.begin(Put, keys)
+    (job_id,) = tier.jobs
+    for _ in range(4):
+        tier.says.append(JobStarted(job_id))
+        bench.step()
+        clock.now += 20
+    bench.step()
+    assert tier.abandoned == [job_id]
+
+
+def test_what_a_tier_reports_of_anothers_job_changes_nothing(bench, played, keys):
+    stranger, other = played(), played(*keys)
+    bench.drive(stranger, other)
+    get = bench.begin(Get, keys)
+    stranger.says += [JobFailed(1, "not mine"), JobReleased(1, bytes(len(keys)))]
+    bench.step()
+    assert (get.error, get.stop()) == ("", True)
 
 
 def test_a_driver_sleeps_without_end_while_nothing_is_to_be_done(bench, played, keys):

@@ -478,7 +478,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             ids = [job.job_id for job in tier.submitted]
             assert ids == sorted(set(ids))
             for job in tier.submitted[self.seen_jobs[number] :]:
-                held, running = tier.held.get(job.job_id), self.manager._jobs._jobs.get(job.job_id)
+                held, running = tier.held.get(job.job_id), self.manager._jobs.ledger.jobs.get(job.job_id)
                 if held is None or running is None or running.failed_in_use or running.generation < self.generation():
                     continue
                 assert [row_of.get(key) for key in job.keys] == held.rows
@@ -500,7 +500,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         assert rows.free + rows.pending + rows.idle + rows.pinned + rows.quarantined == rows.num_rows
         assert rows.misuse == 0
         assert table.running >= 0
-        running = list(table._jobs.values())
+        running = list(table.ledger.jobs.values())
         for slot in self.bench.slots:
             metrics = slot.metrics
             mine = [job for job in running if job.slot is slot]
@@ -551,7 +551,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         assert self.primary.protected_rows == 0
         held = set()
         for slot in self.bench.slots:
-            held |= {row for job in self.manager._jobs._jobs.values() if job.slot is slot for row in job.rows}
+            held |= {row for job in self.manager._jobs.ledger.jobs.values() if job.slot is slot for row in job.rows}
         assert self.primary.free_rows + self.primary.evictable == rows.num_rows - len(held)
         for number, tier in enumerate(self.tier):
             if not self.bench.slots[number].retired:

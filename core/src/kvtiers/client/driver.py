@@ -5,9 +5,7 @@ tier host sends. Tiers that run on threads of this process have no descriptor to
 """
 
 import contextlib
-import itertools
 import logging
-import math
 import os
 import queue
 import threading
@@ -20,17 +18,9 @@ from kvtiers._failures import logged_boundary
 from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.client.requests import Request, Transfer
 from kvtiers.client.rows import RowLease
-from kvtiers.secondary.tier_jobs import (
-    JobFailed,
-    JobReleased,
-    JobStarted,
-    TierEvent,
-    good_keys,
-    is_of,
-    landed_keys,
-    moved,
-)
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, good_keys, landed_keys
 from kvtiers.tiering.engine_side import EventSide
+from kvtiers.tiering.ledger import Ledger, LedgerEntry
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import OffloadEvent, RequestContext
 
@@ -41,7 +31,6 @@ _log = logging.getLogger("kvtiers")
 _POLL_SECONDS = 0.0005  # of tiers without a descriptor, while something of theirs is in flight
 _AWAKE_SECONDS = 0.005  # the longest sleep while something is in flight: deadlines, hosts that are being started
 _UNUSABLE_SECONDS = 0.25  # how often a tier is looked at that is not usable, while nothing is in flight
-_SCAN_SECONDS = 0.05  # how often deadlines are looked at
 _DETACH_SECONDS = 0.15  # for a tier host to say that it does not write into a call's memory any more
 _IN_USE = "the time of a call is over, and it has not given the call's memory back"
 _LAST_SECONDS = 5.0  # for the thread to end; nothing that it calls waits
@@ -49,21 +38,18 @@ _CONTEXT = RequestContext("")
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """A job in flight. ``leases``: its request's, which it holds. ``since``: it was submitted, or has started.
+class _Job(LedgerEntry):
+    """A job in flight. ``leases``: its request's, which it holds until it is gone.
 
-    ``kill_at``: it is to be detached from its memory by then, else its host is killed; None: it may keep it.
+    ``detach_by``: once its host has been asked to detach it from its memory; a host that has not done so by then is
+    killed.
     """
 
-    job: TransferJob
-    slot: TierSlot
     request: Transfer
     leases: Sequence[RowLease]
-    submitted: float
-    since: float
-    is_abandoned: bool = False
     is_detached: bool = False
-    kill_at: float | None = None
+    detach_by: float | None = None
+    is_killed: bool = False
 
 
 class Driver:
@@ -90,9 +76,7 @@ class Driver:
         self._incoming: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._requests: dict[Request, None] = {}
         """Begun, and not over."""
-        self._jobs: dict[int, _Job] = {}
-        self._ids = itertools.count(1)
-        self._next_scan = 0.0
+        self._ledger: Ledger[_Job] = Ledger(clock)
         self._life = threading.Lock()
         self._closing = False
         self._stop_at: float | None = None
@@ -136,7 +120,7 @@ class Driver:
 
     def close(self) -> None:
         """Release the descriptor, after ``stop`` and when the tiers are closed, so that no job uses its memory."""
-        for found in list(self._jobs.values()):
+        for found in list(self._ledger.jobs.values()):
             self._detach(found, ())
         with self._life:
             if self._wake_fd >= 0:
@@ -155,12 +139,12 @@ class Driver:
     ) -> bool:
         """Start a job on these rows of the request's leases; False: nothing has started."""
         parts = [request.parts.get(row, ()) for row in rows] if request.parts else ()
-        job = TransferJob(next(self._ids), keys, _numbers(rows), is_load, _CONTEXT, parts)
+        job = TransferJob(self._ledger.next_id(), keys, _numbers(rows), is_load, _CONTEXT, parts)
         return self._start(request, job, slot, slot.submit)
 
     def delete(self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey]) -> bool:
         """Start a job that removes these keys; False: nothing has started."""
-        job = TransferJob(next(self._ids), keys, _numbers(()), is_promotion=False, context=_CONTEXT)
+        job = TransferJob(self._ledger.next_id(), keys, _numbers(()), is_promotion=False, context=_CONTEXT)
         return self._start(request, job, slot, slot.delete)
 
     def _start(
@@ -171,12 +155,10 @@ class Driver:
         if leases is None:
             request.error = request.error or "no time left"
             return False
-        if submit(job):
-            self._jobs[job.job_id] = _Job(job, slot, request, leases, now, now)
-            slot.metrics.running_jobs += 1
+        begun = _Job(job, slot, now, request, leases)
+        if self._ledger.begin(begun, submit):
             return True
-        request.job_detached(job, ())
-        request.job_is_over()
+        self._detach(begun, ())
         _release(leases)
         return False
 
@@ -201,27 +183,28 @@ class Driver:
 
     def _end_use(self) -> None:
         """Kill the hosts that still use the region, and wait for a while until they have ended: calls wait for that."""
-        used = [found for found in self._jobs.values() if found.request.parts and not found.is_detached]
+        used = self._attached()
         for found in used:
             found.slot.kill_job(found.job.job_id, _IN_USE)
         until = self._clock() + _LAST_SECONDS
         while self._clock() < until and not all(found.is_detached for found in used):
             time.sleep(_AWAKE_SECONDS)
-            for slot in self.slots:
-                for event in slot.poll():
-                    self._take(slot, event)
+            self._poll()
 
     def _is_done(self) -> bool:
         if self._stop_at is None:
             return False
-        if not (self._requests or self._jobs or not self._incoming.empty()):
+        if not (self._requests or self._ledger.jobs or not self._incoming.empty()):
             return True
         late = self._clock() - self._stop_at
-        is_used = any(found.request.parts and not found.is_detached for found in self._jobs.values())
-        return late >= (_LAST_SECONDS / 2 if is_used else 0.0)
+        return late >= (_LAST_SECONDS / 2 if self._attached() else 0.0)
+
+    def _attached(self) -> list[_Job]:
+        """Return the jobs that still use the region."""
+        return [found for found in self._ledger.jobs.values() if found.request.parts and not found.is_detached]
 
     def _pause(self) -> float | None:
-        if self._requests or self._jobs:
+        if self._requests or self._ledger.jobs:
             return _POLL_SECONDS if self._is_polled else _AWAKE_SECONDS
         if self._stop_at is not None:
             return 0.0
@@ -229,21 +212,21 @@ class Driver:
 
     def _step(self) -> None:
         polled_at = self._clock()  # what a host has reported by then is taken in this step
-        for slot in self.slots:
-            for event in slot.poll():
-                self._take(slot, event)
+        self._poll()
         self._begin_new()
         for request in list(self._requests):
-            self._guarded(request, request.step)
+            if self._clock() >= request.until:
+                self._end(request, "not ended in time")
+            else:
+                self._guarded(request, request.step)
         asked = self._take_back(polled_at)
         for slot in self.slots:
             slot.end_step()
         now = self._clock()
         for found in asked:  # only now their RELEASE is on its way
-            found.kill_at = found.kill_at or now + _DETACH_SECONDS
-        if now >= self._next_scan:
-            self._next_scan = now + _SCAN_SECONDS
-            self._expire(now)
+            found.detach_by = found.detach_by or now + _DETACH_SECONDS
+        for found in self._ledger.overdue():
+            found.slot.abandon(found.job.job_id)
 
     def _begin_new(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -272,29 +255,23 @@ class Driver:
             if isinstance(request, Transfer):
                 _release([request.lease, *request.spares])
 
-    def _take(self, slot: TierSlot, event: TierEvent) -> None:
-        found = self._jobs.get(event.job_id)
-        if isinstance(event, JobStarted):
-            if found is not None:
-                found.since = self._clock()
-        elif isinstance(event, JobFailed):
-            if found is not None:
-                found.request.error = found.request.error or f"{slot.name}: {event.error or 'failed'}"
-        elif isinstance(event, JobReleased):
-            if found is not None:
-                self._detach(found, landed_keys(found.job, event))
-        else:
-            if found is None or found.slot is not slot or not is_of(found.job, event):
-                slot.retire(f"it has reported job {event.job_id}, which it does not have, or keys that are not of it")
-                return
-            del self._jobs[event.job_id]
-            request, job, good = found.request, found.job, good_keys(found.job, event)
-            self._detach(found, good)
-            request.job_is_over()
-            self._count(found, event, len(good))
-            self._report(found, good)
-            self._guarded(request, lambda driver: request.job_ended(driver, slot, job, good))
-            _release(found.leases)
+    def _poll(self) -> None:
+        for slot in self.slots:
+            for found, event in self._ledger.take(slot, slot.poll()):
+                if isinstance(event, JobFailed):
+                    found.request.error = found.request.error or f"{slot.name}: {event.error or 'failed'}"
+                elif isinstance(event, JobReleased):
+                    self._detach(found, landed_keys(found.job, event))
+                else:
+                    self._ended(found, event)
+
+    def _ended(self, found: _Job, result: JobResult) -> None:
+        request, job, good = found.request, found.job, good_keys(found.job, result)
+        self._detach(found, good)
+        found.count(result, good, self._clock())
+        self._report(found, good)
+        self._guarded(request, lambda driver: request.job_ended(driver, found.slot, job, good))
+        _release(found.leases)
 
     def _take_back(self, polled_at: float) -> list[_Job]:
         """Detach jobs from the region whose calls are over, or are to end; kill a host that does not answer in time.
@@ -305,14 +282,14 @@ class Driver:
         """
         asked: list[_Job] = []
         is_ending = self._stop_at is not None and polled_at >= self._stop_at
-        for job_id, found in list(self._jobs.items()):
+        for job_id, found in self._ledger.jobs.items():
             request = found.request
-            if found.is_detached or not (request.is_stopped or (is_ending and request.parts)):
+            if found.is_detached or found.is_killed or not (request.is_stopped or (is_ending and request.parts)):
                 continue
-            if found.kill_at is not None and polled_at >= found.kill_at:
-                found.kill_at = math.inf
+            if found.detach_by is not None and polled_at >= found.detach_by:
+                found.is_killed = True
                 found.slot.kill_job(job_id, _IN_USE)
-            elif found.kill_at != math.inf:
+            else:
                 found.slot.release_job(job_id)  # again, too: a RELEASE is lost where a host reads nothing
                 asked.append(found)
         return asked
@@ -323,43 +300,11 @@ class Driver:
             found.is_detached = True
             found.request.job_detached(found.job, good)
 
-    def _count(self, ended: _Job, result: JobResult, good: int) -> None:
-        """Count what a job has moved; a removal moves nothing."""
-        metrics, (nbytes, seconds) = ended.slot.metrics, moved(result)
-        took, lost = self._clock() - ended.submitted, len(ended.job.keys) - good
-        metrics.running_jobs -= 1
-        if ended.job.is_promotion:
-            metrics.loaded_chunks += good
-            metrics.loaded_bytes += nbytes
-            metrics.load_seconds += seconds
-            metrics.loads += good > 0
-            metrics.failed_loads += lost
-            if good:
-                metrics.promotion_latency.observe(took)
-        elif len(ended.job.chunk_ids):
-            metrics.stored_chunks += good
-            metrics.stored_bytes += nbytes
-            metrics.store_seconds += seconds
-            metrics.failed_stores += lost
-            if good:
-                metrics.cascade_latency.observe(took)
-
     def _report(self, ended: _Job, good: Sequence[OffloadKey]) -> None:
         """Publish what a tier has now, or has no longer."""
         if self.publisher is not None and good and not ended.job.is_promotion:
             removed = not len(ended.job.chunk_ids)  # a removal has no rows
             self.publisher.take([OffloadEvent(good, removed, ended.slot.name)])
-
-    def _expire(self, now: float) -> None:
-        """Give up overdue jobs, which their tiers then end; end requests whose callers have gone on."""
-        for found in list(self._jobs.values()):
-            if now - found.since > found.slot.options.deadline and not found.is_abandoned:
-                found.is_abandoned = True
-                found.slot.metrics.expired_jobs += 1
-                found.slot.abandon(found.job.job_id)
-        for request in list(self._requests):
-            if now >= request.until:
-                self._end(request, "not ended in time")
 
     def _end_all(self) -> None:
         for request in list(self._requests):

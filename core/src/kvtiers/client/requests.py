@@ -89,7 +89,6 @@ class Transfer(Request):
         self.parts = parts
         self.spares: list[RowLease] = []
         """Further rows, each lease held by the caller and by the driver."""
-        self._in_flight = 0
         self._attached = 0
         """Jobs in flight that are not detached from their memory."""
         self.is_stopped = False
@@ -113,7 +112,6 @@ class Transfer(Request):
         with self._lock:
             if self.is_stopped or self._is_released:
                 return None
-            self._in_flight += 1
             self._attached += 1
             held = [self.lease, *self.spares]
             for lease in held:
@@ -126,11 +124,6 @@ class Transfer(Request):
             self._landed(job, good)
             self._attached -= 1
             self._lock.notify_all()
-
-    def job_is_over(self) -> None:
-        """Count a job, which is detached, as ended."""
-        with self._lock:
-            self._in_flight -= 1
 
     def _landed(self, job: TransferJob, good: Collection[OffloadKey]) -> None:
         """Record what lies in the job's memory, also when the request is over."""
@@ -145,14 +138,13 @@ class Transfer(Request):
         spare.release()
         return False
 
-    def release(self) -> bool:
-        """End the caller's use of the rows; return whether a job is still using some."""
+    def release(self) -> None:
+        """End the caller's use of the rows; those that a job uses are free when it is gone."""
         with self._lock:
             first, self._is_released = not self._is_released, True
-            is_used, held = self._in_flight > 0, [self.lease, *self.spares]
+            held = [self.lease, *self.spares]
         for lease in held if first else ():
             lease.release()
-        return is_used
 
     def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
         """Take in the end of one of its jobs: the keys that were moved."""

@@ -255,7 +255,7 @@ def unread_chunks(name: str, figures: Mapping[str, Any]) -> str:
 CLIENT_TIER_FIGURES = (
     "loaded_chunks", "loaded_bytes", "load_seconds", "loads", "failed_loads", "promotion_latency", "stored_chunks",
     "stored_bytes", "store_seconds", "failed_stores", "cascade_latency", "expired_jobs", "refused_results", "raised",
-    "running_jobs", "out_of_use",
+    "running_jobs", "quarantined_rows", "out_of_use",
 )  # fmt: skip
 """Those of a tier's figures that a client counts: it has no requests, rows of a primary, or pin budgets."""
 

@@ -33,6 +33,7 @@ from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TransferJob
 from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Status, StoreJob
 
 __all__ = [
+    "NO_RESULTS",
     "EventTier",
     "InflightJob",
     "JobFailed",
@@ -53,7 +54,7 @@ _FAILED = bytes([Status.FAILED])
 _GOOD = frozenset({Status.DONE, Status.PRESENT})
 
 TierEvent: TypeAlias = JobStarted | JobFailed | JobReleased | JobResult
-_NO_RESULTS = (JobStarted, JobFailed, JobReleased)
+NO_RESULTS = (JobStarted, JobFailed, JobReleased)
 
 
 class EventTier(SecondaryTierManager):
@@ -65,7 +66,7 @@ class EventTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
         """Return the results among the events, and drop the others: for a caller that waits for results alone."""
-        return [event for event in self.poll() if not isinstance(event, _NO_RESULTS)]
+        return [event for event in self.poll() if not isinstance(event, NO_RESULTS)]
 
 
 def poll_getters(
