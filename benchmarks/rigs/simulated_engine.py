@@ -256,8 +256,7 @@ class _Engine:
             TierSlot(place, tier, TierOptions(f"tier{place}", deadline=math.inf)) for place, tier in enumerate(tiers)
         ]
         groups = [CHUNK_TOKENS] * (1 + len(scene.windows))
-        windows = (0, *scene.windows)
-        manager = TieringManager("played", primary, slots, groups, _Ready(), options, clock, windows=windows)  # type: ignore[arg-type]
+        manager = TieringManager("played", primary, slots, groups, _Ready(), options, clock)  # type: ignore[arg-type]
         for slot in slots:
             slot.rate.prior = CHUNK_BYTES / PRIOR_BYTES_PER_SECOND  # the rows here are small
         return manager

@@ -129,7 +129,6 @@ def open_manager(
             watchers=Watchers(recorder, what_if, tracing, publisher, engine.listener),
             keep_events=record_events,
             tenants=config.tenant_rule(),
-            windows=layout.windows,
         )
         manager.live = LiveEngine(config, manager, side.tiers, options)
         undo.pop_all()

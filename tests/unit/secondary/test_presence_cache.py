@@ -255,3 +255,18 @@ def test_what_is_to_be_asked_again_is_asked_whatever_was_known_or_is_in_flight(t
     tier.flush()
     tier.answered(asked.last[0], bytes([1] * 4))
     assert tier.ask(keys[:4]) == [HIT] * 4
+
+
+def test_what_the_store_lacks_is_told_without_a_question_until_it_may_be_there(tier, asked, keys, clock):
+    settle(tier, asked, keys[:1], [0])
+    settle(tier, asked, keys[1:2], [0])
+    settle(tier, asked, keys[2:3], [1])
+    assert tier.lacks_all(keys[:2])
+    assert not tier.lacks_all(keys[:3])
+    assert not tier.lacks_all(keys[3:4])
+    assert tier.lacks_all([])
+    tier.stored(keys[:1])
+    assert not tier.lacks_all(keys[:2])
+    assert tier.lacks_all(keys[1:2])
+    clock.now += 2.0
+    assert not tier.lacks_all(keys[1:2])

@@ -305,7 +305,6 @@ class Bench:
             self.options,
             self.clock,
             prefix_group=self.prefix_group,
-            windows=self.windows,
             watchers=self.watchers,
         )
         self._requests = 0

@@ -468,3 +468,96 @@ def test_an_engine_that_looks_again_in_a_step_sees_what_has_come_since():
     assert bench.lookup(KEYS, ctx) == (0, 2, False), "events are taken once a step"
     bench.manager.look_again()
     assert bench.lookup(KEYS, ctx) == (2, 0, False)
+
+
+LONG = TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8)
+
+
+def test_the_next_part_of_a_long_plan_is_reserved_without_another_look_at_the_tiers():
+    keys = chain("long", 1500)
+    bench = Bench(rows=2048, options=LONG)
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    reaches = [bench.lookup(keys, ctx)]
+    bench.tier["a"].asked.clear()
+    while reaches[-1][2]:
+        bench.step()
+        reaches.append(bench.lookup(keys, ctx))
+    assert len(reaches) == 4
+    assert bench.tier["a"].asked == []
+    bench.step()
+    assert bench.lookup(keys, ctx) == (1500, 0, False)
+    assert bench.load(keys, ctx)
+
+
+def test_a_chunk_that_leaves_while_a_long_plan_gets_its_rows_is_loaded_again():
+    keys = chain("long", 1500)
+    bench = Bench(rows=2048, options=LONG)
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    assert bench.lookup(keys, ctx)[2]
+    bench.step()
+    assert bench.lookup(keys, ctx)[2]
+    assert not bench.primary.forget(keys[7:9])
+    for _ in range(8):
+        reach = bench.lookup(keys, ctx)
+        bench.step()
+    assert reach == (1500, 0, False)
+    assert bench.load(keys, ctx)
+
+
+def test_a_chunk_that_another_request_brings_while_a_long_plan_gets_its_rows_is_loaded_once():
+    keys = chain("long", 1500)
+    bench = Bench(rows=2048, options=LONG)
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    assert bench.lookup(keys, ctx)[2]
+    bench.store(keys[600:620])
+    for _ in range(8):
+        reach = bench.lookup(keys, ctx)
+        bench.step()
+    assert reach == (1500, 0, False)
+    loaded = [key for job in bench.tier["a"].loads for key in job.keys]
+    assert sorted(loaded) == sorted(set(keys) - set(keys[600:620]))
+
+
+def telling(bench, name="a"):
+    """Let a tier say, without being asked, which chunks it lacks, as the tiers in hosts do."""
+    bench.slots["ab".index(name)]._lacks_all = lambda keys: not any(bench.tier[name].has(keys))
+    return bench.tier[name]
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 1), (0, 4, 2)])
+def test_a_prompt_of_which_nobody_has_anything_asks_nobody_again_and_is_found_as_soon_as_it_is_there(windows):
+    bench, prompt = windowed(windows=windows, chunks=300)
+    tier = telling(bench)
+    if len(windows) > 1:
+        tier.put(prompt[0])
+    ctx = bench.request()
+    assert bench.reach(prompt, ctx) == (0, 0, False)
+    tier.asked.clear()
+    for _ in range(3):
+        bench.store(chain("other", 2))
+        bench.step()
+        assert bench.reach(prompt, ctx) == (0, 0, False)
+    assert tier.asked == []
+    tier.put([key for keys in prompt for key in keys])
+    assert bench.reach(prompt, ctx)[1] > 0
+
+
+def test_a_boundary_that_lies_behind_more_than_a_search_may_try_is_found_where_the_tier_tells_what_it_lacks():
+    bench, prompt = windowed(windows=(0, 1), chunks=600, rows=2048)
+    tier = telling(bench)
+    tier.put([*prompt[0], prompt[1][9]])
+    assert bench.reach(prompt, bench.request()) == (0, 160, False)
+
+
+def test_a_plan_that_is_of_no_use_in_part_evicts_nothing_when_there_are_rows_for_a_part_of_it_alone():
+    bench, prompt = windowed(windows=(0, 4), chunks=40, rows=60)
+    bench.tier["a"].put([*prompt[0], *prompt[1][36:]])
+    bench.store(chain("other", 20))
+    held = bench.begin_store(chain("held", 36))
+    resident = set(bench.primary.residents())
+    assert bench.reach(prompt, bench.request())[1] == 0
+    assert set(bench.primary.residents()) == resident
+    bench.manager.complete_store(held)

@@ -54,14 +54,15 @@ class Residents:
         limit: int | None,
         reserve: int,
         clock: Callable[[], float],
+        least: int = 1,
         used: int = 0,
     ) -> Allocation | None:
         """Lease rows for the absent ones of these keys; None, and no change, if that is not possible.
 
         Without a limit all or none of those that the policy says are worth it. With a limit the first ones only: at
-        most ``limit``, and such that ``reserve`` rows stay free or evictable; None if that leaves none. ``used``: the
-        length of the leading part of ``keys`` that is resident and was passed to the policy's ``access`` for this
-        request.
+        most ``limit``, and such that ``reserve`` rows stay free or evictable; None if that leaves fewer than ``least``.
+        ``used``: the length of the leading part of ``keys`` that is resident and was passed to the policy's ``access``
+        for this request.
         """
         offered = _each_once(keys[used:] if used else keys)
         row_of = self.row_of
@@ -83,7 +84,7 @@ class Residents:
             self.rows.want(wanted + reserve)
             if self.unread.keys:
                 self.unlock_idle(self.unread.expire(clock()))
-            least = wanted if limit is None else 1
+            least = wanted if limit is None else least
             # Where tenants have shares, no prompt evicts its own head; but by way of rows a tier gets all of it.
             shares = self._shares if limit is None else None
             spared = keys[:used] if shares is None else shares.used_by(request_id)

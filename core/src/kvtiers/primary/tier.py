@@ -217,6 +217,26 @@ class CPUPrimaryTier:
         state = self._rows.state
         return [miss if row is None else pending if state[row] < 0 else hit for row in map(self._row_of.get, keys)]
 
+    def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether none of these chunks is here."""
+        return self._row_of.keys().isdisjoint(keys)
+
+    def absent(self, keys: Sequence[OffloadKey], first: int = 0) -> Sequence[int]:
+        """Return the places of those of these keys that are not here; ``first`` is the place of the first key."""
+        if self._row_of.keys().isdisjoint(keys):
+            return range(first, first + len(keys))
+        return [place for place, row in enumerate(map(self._row_of.get, keys), first) if row is None]
+
+    def present(self, keys: Sequence[OffloadKey], besides: Collection[OffloadKey] = ()) -> list[OffloadKey]:
+        """Return those of these keys that are here, and those that are in ``besides``."""
+        row_of = self._row_of
+        return [key for key in keys if key in row_of or key in besides]
+
+    def not_ready(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of these chunks are not readable."""
+        rows = [row for row in map(self._row_of.get, keys) if row is not None]
+        return len(keys) - len(rows) + self._rows.count_pending(rows)
+
     def resident_run(self, keys: Sequence[OffloadKey]) -> tuple[int, int]:
         """Return how many of the leading keys are here, up to the first MISS, and how many of those are pending."""
         if not keys or keys[0] not in self._row_of:
@@ -333,16 +353,18 @@ class CPUPrimaryTier:
         *,
         reserve_rows: int,
         max_rows: int | None = None,
+        least: int = 1,
         used: int = 0,
     ) -> Allocation | None:
         """Lease rows for promotions of those of these keys that are not here, as many of the first ones as possible.
 
         At most ``max_rows``, and so that ``reserve_rows`` rows stay free or evictable; None, and no change, if that
-        leaves none. Keys that are here are treated as in ``prepare_store``: give the whole run that was found, so
-        that its ready chunks are not evicted for the others. ``used``: the length of the prefix that
-        was passed for this request before; its recency is not updated again, which saves time.
+        leaves fewer than ``least``. Keys that are here are treated as in ``prepare_store``: give the whole run that was
+        found, so that its ready chunks are not evicted for the others. ``used``: the length of the prefix that was
+        passed for this request before; its recency is not updated again, which saves time.
         """
-        return self._allocate(keys, request_id, len(keys) if max_rows is None else max_rows, reserve_rows, used)
+        most = len(keys) if max_rows is None else max_rows
+        return self._allocate(keys, request_id, most, reserve_rows, least, used)
 
     def complete_write(
         self,
@@ -481,9 +503,15 @@ class CPUPrimaryTier:
         return events
 
     def _allocate(
-        self, keys: Sequence[OffloadKey], request_id: str, limit: int | None, reserve: int, used: int = 0
+        self,
+        keys: Sequence[OffloadKey],
+        request_id: str,
+        limit: int | None,
+        reserve: int,
+        least: int = 1,
+        used: int = 0,
     ) -> Allocation | None:
-        allocation = self._chunks.allocate(keys, request_id, limit, reserve, self._clock, used)
+        allocation = self._chunks.allocate(keys, request_id, limit, reserve, self._clock, least, used)
         if allocation is not None:
             self.changes += 1
             self._note(allocation.evicted, removed=True)

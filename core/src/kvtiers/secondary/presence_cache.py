@@ -7,6 +7,7 @@ the questions.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -88,6 +89,10 @@ class PresenceCache:
     def has_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether the store has all of these chunks, by verdicts that are still good."""
         return min(map(self._verdicts.get, keys, itertools.repeat(-1.0)), default=-1.0) >= self._clock()
+
+    def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether the store lacks all of these chunks, by verdicts that are still good."""
+        return max(map(self._verdicts.get, keys, itertools.repeat(0.0)), default=-math.inf) <= -self._clock()
 
     def flush(self) -> None:
         """Send the step's questions."""

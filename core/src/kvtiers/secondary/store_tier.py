@@ -94,6 +94,10 @@ class ChunkStoreTier(EventTier):
         """Answer from the presence cache; unknown chunks are asked for at the end of the step."""
         return self._lookups.ask(keys)
 
+    def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether a lookup of each of these chunks would be a MISS, without asking the store."""
+        return self._lookups.lacks_all(keys)
+
     def submit_store(self, job: TransferJob) -> None:
         """Queue a store, if there is room in the store queue; else all of it is dropped and counted.
 

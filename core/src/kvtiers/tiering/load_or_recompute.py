@@ -114,12 +114,9 @@ class GpuQueue:
 
 
 class Waits:
-    """Weighs tiers against computing; runs on the engine's thread. ``is_whole``: of a part no use can be made."""
+    """Weighs tiers against computing; runs on the engine's thread."""
 
-    def __init__(
-        self, options: TieringOptions, clock: Callable[[], float], cost: PrefillCost, *, is_whole: bool = False
-    ) -> None:
-        self._is_whole = is_whole
+    def __init__(self, options: TieringOptions, clock: Callable[[], float], cost: PrefillCost) -> None:
         self._clock = clock
         self.cost = cost
         self.gpu = GpuQueue(self.cost, clock)
@@ -238,14 +235,14 @@ class Waits:
     def _at_least(self, seconds: float) -> float:
         return seconds if self.cost.is_measured else max(self._options.lookup_wait, seconds)
 
-    def trial_of_cost(self, slot: TierSlot, tokens: int) -> bool:
+    def trial_of_cost(self, slot: TierSlot, tokens: int, state: RequestState) -> bool:
         """Return whether a request of so many tokens is to be computed in part, since nothing was computed so far.
 
         Only of a tier whose rate is known, and that a GPU may outdo; never one with windows or states, which are stored
         at the prompt's end alone: without its last tokens none of it could be used. One request is enough; another one
         follows if nothing has come of it after 5 s.
         """
-        if self.cost.is_measured or not self.decides or self._is_whole or tokens < LEAST_STEP * TRIAL:
+        if self.cost.is_measured or not self.decides or state.is_whole or tokens < LEAST_STEP * TRIAL:
             return False
         per_chunk, now = slot.rate.seconds_per_chunk, self._clock()
         fastest = slot.rate.prior * PRIOR_BYTES_PER_SECOND / _FASTEST_GPU
@@ -346,7 +343,7 @@ class Waits:
             own += chunks
         if not own_left:
             return False
-        tokens = state.load_tokens * (1.0 if self._is_whole else own_left / own)
+        tokens = state.load_tokens * (1.0 if state.is_whole else own_left / own)
         return left > STAY * (self._seconds_by_gpu(tokens, state) + spared)
 
 

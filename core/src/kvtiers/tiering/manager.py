@@ -86,10 +86,7 @@ def _timed(
 
 
 class TieringManager:
-    """Joins the primary and the tiers for one engine. See the module's docstring for the rules of calling.
-
-    ``windows``: by KV group, how many chunks a window or a state is; 0 for full attention.
-    """
+    """Joins the primary and the tiers for one engine. See the module's docstring for the rules of calling."""
 
     def __init__(
         self,
@@ -104,7 +101,6 @@ class TieringManager:
         watchers: Watchers | None = None,
         keep_events: bool = True,
         tenants: Tenants | None = None,
-        windows: Sequence[int] = (),
     ) -> None:
         self._watchers = watchers = watchers or Watchers()
         options = options or TieringOptions()
@@ -122,7 +118,7 @@ class TieringManager:
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._provenance = Provenance(self._slots)
-        self._waits = Waits(options, clock, options.prefill_cost(), is_whole=any(windows))
+        self._waits = Waits(options, clock, options.prefill_cost())
         prices = LoadPrices(self._waits.cost, prefix_group, tokens_per_chunk[prefix_group])
         self._prices = prices
         self._jobs = JobTable(primary, self._slots, self._provenance, options, clock, prices)

@@ -7,24 +7,17 @@ the end of the step each (tier, request) becomes one batch.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.jobs import JobTable, TieringOptions
+from kvtiers.tiering.load_plan import Share
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 
-__all__ = ["Promotions", "Share"]
-
-
-class Share(NamedTuple):
-    """What one tier is to bring of a plan. ``positions``: of each chunk's first token in the prompt."""
-
-    keys: list[OffloadKey]
-    positions: list[int]
+__all__ = ["Promotions"]
 
 
 @dataclass(slots=True)
@@ -91,6 +84,7 @@ class Promotions:
             state.context.request_id,
             reserve_rows=max(1, math.ceil(self._store_reserve * usable - 1e-9)),
             max_rows=wanted,
+            least=wanted if is_whole else 1,
             used=used,
         )
         row_of = {} if got is None else dict(zip(got.keys, got.rows, strict=True))
@@ -101,9 +95,6 @@ class Promotions:
             for slot, share in shares.items():
                 dropped = state.drop(slot, [key for key in share.keys if key not in row_of])
                 slot.metrics.over_store_reserve += dropped
-            if is_whole and row_of:
-                self._primary.complete_write(list(row_of.values()), success=False)
-                row_of = {}
         self._reserved.update(dict.fromkeys(row_of, state))
         for slot, (keys, positions) in shares.items():
             places = [place for place, key in enumerate(keys) if key in row_of]
@@ -115,9 +106,7 @@ class Promotions:
     def share(self, run: Sequence[OffloadKey], state: RequestState) -> None:
         """Share reservations: this request waits for the run too, so they are kept for both requests."""
         reserved = self._reserved
-        if reserved.keys().isdisjoint(run):
-            return
-        if any(batch.state is not state for batch in self._batches.values()):
+        if any(batch.state is not state for batch in self._batches.values()) and not reserved.keys().isdisjoint(run):
             self._shared.update((key, state) for key in run if reserved.get(key, state) is not state)
 
     def submit(self) -> None:

@@ -14,28 +14,13 @@ from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.engine_side import RequestTrace, TraceSide
+from kvtiers.tiering.load_plan import Answer, Plan
 from kvtiers.tiering.tier_slot import TierSlot
-from kvtiers.types import TENANT_FIELD, Reach, RequestContext, Retention
+from kvtiers.types import TENANT_FIELD, RequestContext, Retention
 
-__all__ = ["Answer", "Landed", "RequestState", "RequestTable"]
+__all__ = ["Landed", "RequestState", "RequestTable"]
 
 _REMEMBERED = 4096  # requests that are over, so that a late call for one of them does not open it again
-
-
-class Answer(NamedTuple):
-    """The last answer to a request. It holds for the same ``question`` as long as nothing changes.
-
-    That is: the primary's ``changes`` stay the same. In line for rows: ``slot`` may not have ``chunks`` rows yet, and
-    a load of these, of ``total`` chunks for ``tokens`` tokens, is still sooner than computing.
-    """
-
-    question: tuple[object, ...]
-    reach: Reach
-    changes: int
-    slot: TierSlot | None = None
-    chunks: int = 0
-    tokens: int = 0
-    total: int = 0
 
 
 class Landed(NamedTuple):
@@ -71,10 +56,14 @@ class RequestState:
     load_since: float | None = None
     load_tokens: int = 0
     """The most tokens whose chunks this request has waited for."""
-    used: tuple[int, OffloadKey] = (0, b"")
-    """How many of its first chunks its last plan has given to the eviction policy as used, and the last of them."""
+    is_whole: bool = False
+    """Its prompt has windows or states: no use can be made of a part of it."""
+    given: list[OffloadKey] = field(default_factory=list)
+    """The chunks that its last plan has given to the eviction policy as used."""
     answer: Answer | None = None
-    """The last one, if some of the prompt was found: what was not may be in a tier by now."""
+    """The last one, unless more may be found."""
+    plan: Plan | None = None
+    """Of which some has no rows yet."""
     load_over: bool = False
     """It has waited for promotions as long as it may, or as it should."""
     is_overtaken: bool = False
@@ -223,7 +212,8 @@ class RequestTable:
     def forget_answers(self) -> None:
         """Forget the last answers to waiting requests: the chunks that they call ready or pending are gone."""
         for state in self._open.values():
-            state.answer = None
+            state.answer = state.plan = None
+            state.given = []
 
     def close_if_done(self, state: RequestState) -> None:
         """Notify the tiers of the request's end, as soon as nothing can be submitted for it any more."""

@@ -116,6 +116,7 @@ class TierSlot:
         self._trials = 0
         self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
         self._poll = tier.poll if isinstance(tier, EventTier) else partial(poll_getters, tier)
+        self._lacks_all: Callable[[Sequence[OffloadKey]], bool] | None = getattr(tier, "lacks_all", None)
         self.wants_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
         """The tier does something when a request begins or ends."""
 
@@ -144,6 +145,10 @@ class TierSlot:
             hits = next(i for i, answer in enumerate(answers) if answer is not _HIT)
             return hits, answers[hits] is LookupResult.RETRY
         return hits, False
+
+    def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether the tier has said of each of these chunks that it lacks it, and would say so again."""
+        return self._lacks_all is not None and self._is_yes(self._lacks_all, keys)
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask the tier at once about a prefix that will be looked up soon, if it can be asked ahead."""
