@@ -561,3 +561,16 @@ def test_a_plan_that_is_of_no_use_in_part_evicts_nothing_when_there_are_rows_for
     assert bench.reach(prompt, bench.request())[1] == 0
     assert set(bench.primary.residents()) == resident
     bench.manager.complete_store(held)
+
+
+@pytest.mark.parametrize(("stored", "counted"), [("full", 1), ("both", 0), ("window", 0), ("nothing", 0)])
+def test_a_request_whose_prefix_has_no_boundary_is_counted_once(stored, counted):
+    bench, prompt = windowed(windows=(0, 2), chunks=8)
+    bench.tier["a"].put(
+        [*(prompt[0] if stored in {"full", "both"} else ()), *(prompt[1] if stored in {"window", "both"} else ())]
+    )
+    ctx = bench.request()
+    for _ in range(3):
+        bench.reach(prompt, ctx)
+        bench.step()
+    assert bench.manager.stats()["engine"]["unusable_prefixes"] == counted

@@ -147,6 +147,9 @@ class EngineMetrics(_Metrics):
     wait_expired: int = _figure("Chunks recomputed because the lookup or load wait budget expired.")
     """Fewer than those of the tiers together: several tiers may be late with one chunk."""
     recomputed_cheaper: int = _figure("Chunks recomputed because computing them was faster than loading them.")
+    unusable_prefixes: int = _figure(
+        "Requests for which a prefix of full attention was found, without the windows or states of any boundary in it."
+    )
     stored_chunks: int = _figure("Chunks stored in the primary by the engine.")
     refused_stores: int = _figure("Chunks for which there was no room in the primary.")
     refused_tenants: int = _figure("Requests that ran without tiers, since their tenant may not use them.")

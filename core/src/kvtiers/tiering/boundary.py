@@ -56,7 +56,7 @@ class Look:
     tiers: list[_Asked] = field(default_factory=list)
     boundary: int = 0
     prefix: int = 0
-    """The last boundary by full attention alone."""
+    """The last boundary by full attention alone; windows and states may lack there."""
     unknown: OffloadKey = b""
     silent: Sequence[TierSlot] = ()
     """The tiers that gave no answer about the chunk ``unknown``, with which more may be found."""
@@ -90,7 +90,7 @@ class BoundarySearch:
         look.boundary, look.silent, look.shares, look.missing = look.end, (), {}, []
         self._open_tiers(look)
         runs = self._follow_full(look)
-        look.prefix = look.boundary
+        look.prefix = look.boundary if look.full else look.computed
         if look.windows and not look.silent:
             self._follow_windows(look)
         for group, run in zip(look.full, runs, strict=True):

@@ -58,6 +58,8 @@ class RequestState:
     """The most tokens whose chunks this request has waited for."""
     is_whole: bool = False
     """Its prompt has windows or states: no use can be made of a part of it."""
+    lacks_boundary: bool = False
+    """A prefix of its full attention was found, but no boundary."""
     given: list[OffloadKey] = field(default_factory=list)
     """The chunks that its last plan has given to the eviction policy as used."""
     answer: Answer | None = None

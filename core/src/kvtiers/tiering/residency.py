@@ -163,11 +163,15 @@ class Residency:
 
     def _found_nothing(self, look: Look, plan: Plan) -> Reach:
         """Return that nothing can be loaded, or not yet; it holds until one of the chunks that lack has come."""
+        state = look.state
         if look.too_slow and not look.silent:
             self._recompute(look, plan)
+        elif look.prefix > look.computed and not (plan.has_more or state.given_up or state.load_over):
+            self._metrics.unusable_prefixes += not state.lacks_boundary
+            state.lacks_boundary = True
         reach = Reach(0, 0, unresolved=plan.has_more)
         if not plan.has_more:
-            look.state.answer = Answer(plan.question, reach, self._primary.changes, look.missing)
+            state.answer = Answer(plan.question, reach, self._primary.changes, look.missing)
         return reach
 
     def _goes_on(self, plan: Plan, state: RequestState) -> bool:

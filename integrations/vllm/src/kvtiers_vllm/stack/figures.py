@@ -36,7 +36,7 @@ _TIER_NAMES = dict.fromkeys((*_TIER_COUNTERS, *_TIER_GAUGES))
 _ENGINE_COUNTERS = described(
     "kvtiers_", help_texts(EngineMetrics),
     "lookups", "primary_hits", "stored_chunks", "refused_stores", "refused_tenants", "declined_stores",
-    "dropped_dirty", "wait_expired", "recomputed_cheaper",
+    "dropped_dirty", "wait_expired", "recomputed_cheaper", "unusable_prefixes",
     "failed_gpu_stores", "failed_gpu_loads", "late_loads", "engine_seconds", "event_batches", "event_chunks",
     "dropped_event_chunks", "replayed_event_batches", "prefetched_chunks", "dropped_prefetches",
 )  # fmt: skip
