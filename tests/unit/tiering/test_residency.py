@@ -574,3 +574,55 @@ def test_a_request_whose_prefix_has_no_boundary_is_counted_once(stored, counted)
         bench.reach(prompt, ctx)
         bench.step()
     assert bench.manager.stats()["engine"]["unusable_prefixes"] == counted
+
+
+def in_line_behind_another(windows, chunks, rows, share):
+    """A bench whose tier has two prompts and rows for one: the bench, both prompts, what the second one needs."""
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=share, all_tiers=share)
+    bench = Bench(rows=rows, tokens_per_chunk=(16,) * len(windows), windows=windows, options=options, hold=True)
+    other = [chain("o", chunks + 5, group) for group in range(len(windows))]
+    mine = [chain("m", chunks, group) for group in range(len(windows))]
+    needed = [key for keys, window in zip(mine, windows, strict=True) for key in keys[-window:]]
+    bench.tier["a"].put([*(key for keys in other for key in keys), *needed])
+    return bench, other, mine, needed
+
+
+@pytest.mark.parametrize(
+    ("windows", "chunks", "rows"), [((0, 1), 40, 100), ((0,), 1000, 2500)], ids=["whole", "in parts"]
+)
+def test_a_plan_in_line_is_without_what_another_request_has_loaded_meanwhile(windows, chunks, rows):
+    bench, other, mine, _ = in_line_behind_another(windows, chunks, rows, (chunks + 10) / rows)
+    first, second, third = bench.request(), bench.request(), bench.request()
+    assert bench.reach(other, first)[1]
+    assert bench.reach(mine, second) == bench.reach(mine, third) == (0, 0, True), "in line"
+    for _ in range(12):
+        bench.step(0.00001)
+        bench.tier["a"].end_all()
+        for prompt, ctx in ((other, first), (mine, second), (mine, third)):
+            bench.reach(prompt, ctx)
+    assert bench.reach(mine, second) == bench.reach(mine, third) == (16 * chunks, 0, False)
+    assert bench.figures("a")["dropped_promotions"] == 0
+
+
+@pytest.mark.parametrize("windows", [(0, 1), (0,)], ids=["whole", "in parts"])
+def test_a_plan_whose_time_in_line_ends_is_without_what_was_stored_meanwhile(windows):
+    bench, other, mine, needed = in_line_behind_another(windows, 40, 100, 0.5)
+    warm, ctx = chain("w", 20), bench.request()
+    bench.tier["a"].put(warm)
+    bench.tier["a"].seconds = 0.0001
+    bench.lookup(warm, ctx)
+    bench.step(0.0001)
+    bench.tier["a"].end_all()
+    bench.step(0.0001, prefill_tokens=1000, prefill_seconds=1.0)
+    bench.lookup(warm, ctx)
+    bench.manager.on_request_finished(ctx)
+    bench.primary.forget(warm)
+    bench.step()
+    first, second = bench.request(), bench.request()
+    assert bench.reach(other, first)[1]
+    assert bench.reach(mine, second) == (0, 0, True), "in line"
+    bench.step()
+    bench.manager.complete_store(bench.begin_store(needed))
+    while (answer := bench.reach(mine, second))[2]:
+        bench.step(0.01)
+    assert answer == (16 * 40, 0, False)

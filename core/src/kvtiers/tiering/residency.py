@@ -195,6 +195,8 @@ class Residency:
 
         ``look``: by which the plan was made in this call.
         """
+        if look is None:
+            self._strip(plan)
         if plan.shares:
             may_wait = self._search.may_wait(state, is_whole=plan.is_whole)
             if may_wait and (slot := self._lacks_rows(plan)) is not None:
@@ -328,6 +330,15 @@ class Residency:
         self._strike_out(part, state)
         return False
 
+    def _strip(self, plan: Plan) -> None:
+        """Take from a plan what has come since it was made: others have loaded or stored it."""
+        for slot, (keys, positions) in list(plan.shares.items()):
+            places = self._primary.absent(keys)
+            if not places:
+                del plan.shares[slot]
+            elif len(places) < len(keys):
+                plan.shares[slot] = Share([keys[place] for place in places], [positions[place] for place in places])
+
     def _next_part(self, plan: Plan, state: RequestState) -> dict[TierSlot, Share]:
         """Take the next chunks from the plan, as many as one call reserves and the budgets have rows for."""
         most = _MOST_BESIDE_PROMPTS if self._waits.has_prompts_beside(state) else _MOST_AT_ONCE
@@ -336,9 +347,6 @@ class Residency:
         for slot, share in plan.shares.items():
             now, later = share.split(min(left, self._budget.room(slot)))
             left -= len(now.keys)
-            if plan.is_begun:
-                places = self._primary.absent(now.keys)
-                now = Share([now.keys[place] for place in places], [now.positions[place] for place in places])
             part[slot] = now
             if later.keys:
                 rest[slot] = later
