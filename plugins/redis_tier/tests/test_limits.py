@@ -54,6 +54,21 @@ def test_a_record_outlives_the_values_that_it_is_about(tier, single, value, read
     store.delete([*RECORDS, "_check/probe"])
 
 
+@pytest.mark.parametrize("refresh_ttl", [True, False])
+def test_a_record_that_a_release_before_gave_a_ttl_loses_it_where_reads_refresh_one(
+    tier, single, value, read, refresh_ttl
+):
+    """That release's reads kept it alive, too."""
+    store = tier.open(single.url, prefix="old:", ttl="1h", refresh_ttl=refresh_ttl)
+    with single.client() as redis:
+        for name in RECORDS:
+            store.write(name, value(1))
+            redis.expire(f"old:{name}", 600)
+            assert read(store, name) == bytes([1]) * 4096
+            assert (redis.ttl(f"old:{name}") == -1) == refresh_ttl
+    store.delete(RECORDS)
+
+
 def test_a_ttl_is_a_limit_that_all_should_share():
     shared = RedisConfig(type="redis", url="redis://a", ttl="90s", quotas={"b": "1GiB", "*": "1MiB"}).shared_limits
     assert shared == {"ttl": "90s", "quotas": "{*: 1MiB, b: 1GiB}"}

@@ -60,7 +60,9 @@ class RedisStore(ChunkStore):
 
     def read_into(self, name: str, dst: memoryview) -> int:
         """Receive the value into the start of ``dst``."""
-        return self._read([name], [[dst]], [] if _is_record(name) else self._refresh)[0]
+        # A release before gave records a ttl, too.
+        refresh = [b"PERSIST"] if self._refresh and _is_record(name) else self._refresh
+        return self._read([name], [[dst]], refresh)[0]
 
     def read_many_into(self, names: Sequence[str], dsts: Sequence[Sequence[memoryview]]) -> list[int]:
         """Ask for all, and receive each into the start of its views."""
