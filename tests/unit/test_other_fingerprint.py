@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import uuid
 
 import pytest
 from click.testing import CliRunner
@@ -149,6 +151,7 @@ def test_an_engine_whose_limits_differ_from_the_last_writers_says_both_once(disk
         ({"ttl": "1h\n\x1b[2J" + "x" * 5000}, {"host": "a\nb" * 99, "time": 1e300}, True),
         ({"ttl": ["1h"]}, {"host": None, "time": "now"}, True),
         ({"ttl": "1h"}, None, True),
+        ({"x" * 1_000_000: "1h"}, None, True),
         ({}, {"host": "a", "time": 5}, False),
         ("1h", {"host": "a", "time": 5}, False),
         (None, None, False),
@@ -163,3 +166,71 @@ def test_whatever_limits_are_recorded_are_one_line_of_plain_text_at_most(caplog,
     LayoutRecord(own, "fs").compare(there, names, None)
     assert len(limits_said(caplog)) == said == len(caplog.messages)
     assert all(line.isprintable() and len(line) < 3000 for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"fingerprint": "a\n\x1b[2J" + "x" * 1_000_000}, {"fingerprint": "a", "b\n\x1b[2J": "c"}]
+)
+def test_whatever_fingerprint_is_recorded_is_one_line_of_plain_text(caplog, fields):
+    names = StorageNames.of_layout("ns", LAYOUT)
+    own = Described(names.prefix, describe_layout(LAYOUT, "", names.fingerprint))
+    there = DictStore()
+    write_layout(there, names, json.dumps(json.loads(own.document) | fields))
+    LayoutRecord(own, "fs").compare(there, names, None)
+    [line] = said(caplog)
+    assert line.isprintable()
+    assert len(line) < 3000
+
+
+def test_limits_that_are_long_are_recorded_and_compared_by_their_digest(caplog):
+    names = StorageNames.of_layout("ns", LAYOUT)
+    base = Described(names.prefix, describe_layout(LAYOUT, "", names.fingerprint))
+
+    def of_tenants(quota):
+        tenants = [str(uuid.uuid5(uuid.NAMESPACE_DNS, str(number))) for number in range(150)]
+        return base.of_tier(TierConfig(type="fs", quotas=dict.fromkeys(tenants, quota)))
+
+    there = DictStore()
+    LayoutRecord(of_tenants("1GiB"), "fs").write(there, names, "", None)
+    LayoutRecord(of_tenants("1GiB"), "fs").compare(there, names, None)
+    assert caplog.messages == []
+    LayoutRecord(of_tenants("2GiB"), "fs").compare(there, names, None)
+    [line] = limits_said(caplog)
+    there, here = re.findall(r" has quotas (sha256:[0-9a-f]{16})[,:]", line)
+    assert there != here
+
+
+class Broken(TierConfig):
+    @property
+    def shared_limits(self):
+        raise RuntimeError("no ttl")
+
+
+class NoMapping(TierConfig):
+    @property
+    def shared_limits(self):
+        return ["ttl"]
+
+
+class NoText(TierConfig):
+    @property
+    def shared_limits(self):
+        return {"ttl": b"1h"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "error"),
+    [
+        (Broken, None, "RuntimeError: no ttl"),
+        (NoMapping, None, "AttributeError: 'list' object has no attribute 'items'"),
+        (NoText, {"ttl": "b'1h'"}, None),
+    ],
+)
+def test_limits_that_a_plugin_cannot_tell_are_left_out_with_one_line(caplog, kind, limits, error):
+    names = StorageNames.of_layout("ns", LAYOUT)
+    base = Described(names.prefix, describe_layout(LAYOUT, "", names.fingerprint))
+    own = base.of_tier(kind(type="fs", name="disk"))
+    assert json.loads(own.document).get(LIMITS_FIELD) == limits
+    assert caplog.messages == (
+        [f"disk: its limits are not recorded, as its 'shared_limits' failed: {error}"] if error else []
+    )

@@ -318,7 +318,8 @@ class TierConfig(StrictModel):
         """The limits that this tier sets on stored values, by option, in words; options that set none are left out.
 
         Engines that share a store should have the same. Each leaves its own there; one that opens the store says in
-        one line if the last writer's differ. No secret, since they are stored and shown.
+        one line if the last writer's differ. No secret, since they are stored and shown; one of more than 80 characters
+        as its digest.
         """
         quotas = ", ".join(f"{tenant}: {format_size(nbytes)}" for tenant, nbytes in sorted(self.quotas.items()))
         return {"quotas": f"{{{quotas}}}"} if quotas else {}

@@ -60,27 +60,9 @@ class LayoutRecord:
         if reading.error:
             _log.debug("%s: what was stored last is not known: %s", self._label, reading.error)
             return
-        if theirs and (text := _other_key(theirs, keys)):
-            _log.warning("%s: %s", self._label, text, extra={"once": True})
-        elif theirs and theirs.get("fingerprint") != ours["fingerprint"]:
-            text = "; ".join(compare_layouts(theirs, ours)) or "in what is not recorded"
-            _log.warning(
-                "%s: the latest values of this model are under fingerprint %s, so this engine does not find them; they "
-                "differ from its own: %s",
-                self._label,
-                theirs.get("fingerprint"),
-                text[:_LONGEST_DIFFERENCE],
-                extra={"once": True},
-            )
-        elif self._compression == "none" and theirs.get(COMPRESSION_FIELD) == "zstd":
-            _log.warning(
-                "%s: the latest values of this model are compressed (zstd), so this engine, which has 'compression: "
-                "none', does not find them; set 'compression: read', or 'zstd'",
-                self._label,
-                extra={"once": True},
-            )
-        elif difference := _other_limits(theirs, ours):
-            _log.warning("%s: %s", self._label, difference, extra={"once": True})
+        if theirs and (text := self._difference(theirs, ours, keys)):
+            plain = text if text.isprintable() else repr(text)[1:-1]  # anything could be logged by a store else
+            _log.warning("%s: %s", self._label, plain, extra={"once": True})
 
     def write(self, store: ChunkStore, names: StorageNames, epoch: str, keys: KeyRing | None) -> None:
         """Write the record to the store, with the first value of these names; later calls do nothing."""
@@ -96,6 +78,23 @@ class LayoutRecord:
             write_layout(store, names.of_epoch(epoch), with_fields(described.document, stored))
         if writing.error:
             _log.debug("%s: its layout is not recorded: %s", self._label, writing.error)
+
+    def _difference(self, theirs: dict[str, Any], ours: dict[str, Any], keys: KeyRing | None) -> str:
+        """Return why the values that were stored last are not this engine's, or not kept as its; "" if they are."""
+        if text := _other_key(theirs, keys):
+            return text
+        if theirs.get("fingerprint") != ours["fingerprint"]:
+            text = "; ".join(compare_layouts(theirs, ours)) or "in what is not recorded"
+            return (
+                f"the latest values of this model are under fingerprint {str(theirs.get('fingerprint'))[:80]}, so this "
+                f"engine does not find them; they differ from its own: {text[:_LONGEST_DIFFERENCE]}"
+            )
+        if self._compression == "none" and theirs.get(COMPRESSION_FIELD) == "zstd":
+            return (
+                "the latest values of this model are compressed (zstd), so this engine, which has 'compression: none', "
+                "does not find them; set 'compression: read', or 'zstd'"
+            )
+        return _other_limits(theirs, ours)
 
 
 def _other_key(theirs: dict[str, Any], keys: KeyRing | None) -> str:
@@ -124,12 +123,14 @@ def _other_limits(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     if not differing:
         return ""
-    before, now = (", ".join(f"{name} {of.get(name, 'not set')}" for name in differing) for of in (there, here))
-    text = (
-        f"{_writer(theirs)} has {before[:_LONGEST_DIFFERENCE]}, this engine has {now}: each applies its own; "
+    before, now = (
+        ", ".join(f"{name} {of.get(name, 'not set')}" for name in differing)[:_LONGEST_DIFFERENCE]
+        for of in (there, here)
+    )
+    return (
+        f"{_writer(theirs)} has {before}, this engine has {now}: each applies its own; "
         "give all engines that share the store the same"
     )
-    return repr(text)[1:-1] if not text.isprintable() else text  # anything could be logged by a store else
 
 
 def _writer(record: dict[str, Any]) -> str:

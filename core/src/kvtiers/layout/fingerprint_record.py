@@ -14,11 +14,13 @@ its tier sets on the values. Both are for people only: nothing depends on a reco
 import contextlib
 import hashlib
 import json
+import logging
 import mmap
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, TierConfig
 from kvtiers.layout.cache_layout import SEAL_BYTES, CacheLayout
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
@@ -29,6 +31,7 @@ __all__ = [
     "describe_layout", "is_layout_record", "read_layout", "with_fields", "write_layout",
 ]  # fmt: skip
 
+_log = logging.getLogger("kvtiers.secondary")
 KEY_FIELD = "key"
 """Of a document: the id of the key that the values are encrypted with."""
 COMPRESSION_FIELD = "compression"
@@ -60,8 +63,19 @@ class Described:
 
     def of_tier(self, config: TierConfig) -> "Described":
         """Return the record with the limits that this tier sets; a tier that only reads sets none."""
-        limits = {} if config.read_only else {LIMITS_FIELD: config.shared_limits}
-        return Described(self.prefix, json.dumps(json.loads(self.document) | limits, sort_keys=True))
+        if config.read_only:
+            return self
+        with plugin_boundary() as reading:
+            limits = {str(option): _short(str(value)) for option, value in config.shared_limits.items()}
+            document = json.loads(self.document) | {LIMITS_FIELD: limits}
+            return Described(self.prefix, json.dumps(document, sort_keys=True))
+        _log.warning(
+            "%s: its limits are not recorded, as its 'shared_limits' failed: %s",
+            config.tier_name,
+            reading.error,
+            extra={"once": True},
+        )
+        return self
 
 
 def is_layout_record(name: str) -> bool:
