@@ -31,7 +31,7 @@ SECONDS = {
     "tests/conformance/test_new_tier.py": 40, "tests/integration/hosts/test_engine_gone.py": 40,
     "tests/unit/primary/test_leaf_first_lru.py": 40, "replay/tests/unit/test_plan_drawing.py": 30,
     "tests/integration/hosts/test_bump.py": 25, "plugins/mooncake_tier/tests/test_faults.py": 20,
-    "plugins/mooncake_tier/tests/test_example.py": 20,
+    "plugins/mooncake_tier/tests/test_example.py": 20, "tests/integration/test_found.py": 120,
 }  # fmt: skip
 """About how long the units take whose tests are few and long. Any other unit is taken for .3 s a test."""
 
