@@ -1,5 +1,6 @@
 """Whose rows are whose, which time is over, and what a tier may not report."""
 
+import numpy as np
 import pytest
 
 from kvtiers.api import JobResult
@@ -8,6 +9,25 @@ from kvtiers.client.requests import Get, Prefix, Put
 from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted
 
 PATIENCE = 60.0
+
+
+class Unreadable:
+    """Whatever is read of it raises."""
+
+    @property
+    def job_id(self):
+        raise ValueError("its id")
+
+    def __hash__(self):
+        raise ValueError("its hash")
+
+    def __repr__(self):
+        raise ValueError("its repr")
+
+
+def _raising():
+    raise OSError("its keys")
+    yield
 
 
 def test_rows_of_a_call_that_is_over_are_free_only_when_its_job_has_ended(bench, played, keys, clock):
@@ -78,6 +98,41 @@ def test_a_job_that_has_failed_in_use_keeps_its_rows_and_says_why(bench, played,
     assert (bench.free, put.error) == (8, "t0: its host ended")
 
 
+def test_a_job_that_has_failed_in_use_and_does_not_end_by_its_deadline_is_given_up_once(bench, played, keys, clock):
+    tier = played()
+    driver = bench.drive(tier)
+    bench.begin(Put, keys)
+    (job_id,) = tier.jobs
+    tier.says.append(JobFailed(job_id, ""))
+    bench.step()
+    assert tier.abandoned == []
+    for _ in range(2):
+        clock.now += 31
+        bench.step()
+    assert tier.abandoned == [job_id], "else nothing opens the breaker of a managed tier that ends no job"
+    metrics = driver.slots[0].metrics
+    assert (metrics.expired_jobs, metrics.running_jobs, metrics.quarantined_rows) == (1, 0, 4)
+    tier.end()
+    bench.step()
+    assert (metrics.running_jobs, metrics.quarantined_rows) == (0, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tier_may_release_the_buffer_that_names_its_rows(bench, played, keys, fails):
+    tier = played()
+    driver = bench.drive(tier)
+    put = bench.begin(Put, keys)
+    put.lease.release()
+    with tier.jobs[1].chunk_ids:
+        pass
+    if fails:
+        tier.says.append(JobFailed(1, ""))
+    tier.end(success=True)
+    bench.step()
+    assert (put.over.is_set(), bench.free, list(put.stored["t0"])) == (True, 8, keys)
+    assert driver.slots[0].metrics.quarantined_rows == 0
+
+
 def test_a_tier_that_reports_what_it_was_not_given_is_put_out_of_use(bench, played, keys):
     stranger, other = played(), played(*keys)
     driver = bench.drive(stranger, other)
@@ -93,7 +148,18 @@ def test_a_tier_that_reports_what_it_was_not_given_is_put_out_of_use(bench, play
     assert bench.free == 4, "what it may still touch is not used again"
 
 
-@pytest.mark.parametrize("report", ["no result", None, JobResult(["no id"], success=True)])
+@pytest.mark.parametrize(
+    "report",
+    [
+        "no result",
+        None,
+        Unreadable(),
+        JobResult(["no id"], success=True),
+        JobResult(Unreadable(), success=True),
+        JobResult(memoryview(bytearray(2)), success=True),
+    ],
+    ids=["a word", "none", "unreadable", "no id", "an unreadable id", "a buffer for an id"],
+)
 def test_a_tier_that_reports_what_is_no_result_is_put_out_of_use_and_the_others_go_on(bench, played, keys, report):
     stranger, other = played(), played(*keys)
     driver = bench.drive(stranger, other)
@@ -103,6 +169,25 @@ def test_a_tier_that_reports_what_is_no_result_is_put_out_of_use_and_the_others_
     bench.step()
     assert (bool(driver.slots[0].retired), bool(driver.slots[1].retired)) == (True, False)
     assert set(get.found) == set(keys)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"success": np.array([True, True])},
+        {"success": False, "successful_keys": _raising()},
+        {"success": False, "successful_keys": [Unreadable()]},
+    ],
+    ids=["an array for success", "keys that raise", "a key that raises"],
+)
+def test_a_tier_whose_result_cannot_be_read_is_put_out_of_use_and_its_rows_are_kept(bench, played, keys, more):
+    tier = played()
+    driver = bench.drive(tier)
+    bench.begin(Put, keys).lease.release()
+    tier.says.append(JobResult(1, **more))
+    bench.step()
+    assert driver.slots[0].retired
+    assert bench.free == 4
 
 
 def test_a_job_that_is_reported_as_started_again_and_again_is_given_up_all_the_same(bench, played, keys, clock):

@@ -61,6 +61,9 @@ def test_loads_of_a_tier_that_is_switched_off_are_misses_at_once_and_their_rows_
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
     assert bench.unused_rows() == bench.rows - 4, "the tier may still write into them"
     assert bench.figures("a")["cancelled_loads"] == 4
+    bench.step(bench.slots[0].options.deadline + 1.0)
+    assert bench.tier["a"].abandoned == [job.job_id], "once: its deadline is no other news"
+    assert bench.figures("a")["expired_jobs"] == 0
     bench.tier["a"].end(job.job_id)
     bench.settle()
     assert bench.unused_rows() == bench.rows

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from kvtiers.api import JobResult
@@ -127,6 +128,41 @@ def test_a_job_that_the_tier_says_has_failed_is_reported_at_once_and_its_rows_co
     assert bench.figures("a")["failed_loads"] == 4
 
 
+def test_a_job_that_has_failed_in_use_and_does_not_end_by_its_deadline_is_given_up_once(caplog):
+    bench, _ = loading()
+    tier = bench.tier["a"]
+    tier.failed += [1]
+    bench.step()
+    lines = len(caplog.records)
+    bench.step(31.0)
+    bench.step(31.0)
+    assert tier.abandoned == [1]
+    figures = bench.figures("a")
+    assert (figures["expired_jobs"], figures["failed_loads"], figures["quarantined_rows"]) == (1, 4, 4)
+    assert len(caplog.records) == lines, "its failure was logged before"
+    tier.end(1)
+    bench.step()
+    assert bench.primary.free_rows == bench.rows
+
+
+@pytest.mark.parametrize("ends", ["well", "failed in use", "late"])
+@pytest.mark.parametrize("promotion", [True, False])
+def test_a_tier_may_release_the_buffer_that_names_its_rows(promotion, ends):
+    bench = loading()[0] if promotion else storing()
+    tier = bench.tier["a"]
+    with tier.held[1].job.chunk_ids:
+        pass
+    if ends == "failed in use":
+        tier.failed += [1]
+    bench.step(31.0 if ends == "late" else 0.0)
+    quarantined = 0 if ends == "well" else 4
+    assert bench.figures("a")["quarantined_rows"] == quarantined
+    tier.end(1)
+    bench.step()
+    figures = bench.figures("a")
+    assert figures["running_jobs"] == figures["quarantined_rows"] == figures["pinned_rows"] == 0
+
+
 def test_what_is_in_quarantine_counts_in_the_tiers_budget():
     bench = Bench(rows=16, options=TieringOptions(load_wait=60.0), hold=True)
     bench.tier["a"].put(KEYS)
@@ -221,6 +257,10 @@ def lie(bench, what):
             tier.finished.append(None)
         case "an id that is none":
             tier.finished.append(JobResult([1], success=True))
+        case "a buffer for an id":
+            tier.finished.append(JobResult(memoryview(bytearray(2)), success=True))
+        case "an array for success":
+            tier.finished.append(JobResult(1, success=np.array([True, True])))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +274,8 @@ def lie(bench, what):
         "a number for keys",
         "no result",
         "an id that is none",
+        "a buffer for an id",
+        "an array for success",
     ],
 )
 def test_a_tier_that_lies_is_refused_counted_and_used_no_more(what, caplog):

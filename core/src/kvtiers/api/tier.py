@@ -137,7 +137,8 @@ class SecondaryTierManager(ABC):
     def get_failed_jobs(self) -> Sequence[int]:
         """Return the jobs that have failed since the last call though something may still touch their rows.
 
-        Waiting requests go on at once. Each job's result must still follow: it frees the rows.
+        Waiting requests go on at once. Each job's result must still follow: it frees the rows. Without it the job is
+        given up at its deadline, too.
         """
         return ()
 

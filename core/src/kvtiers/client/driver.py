@@ -225,8 +225,7 @@ class Driver:
         now = self._clock()
         for found in asked:  # only now their RELEASE is on its way
             found.detach_by = found.detach_by or now + _DETACH_SECONDS
-        for found in self._ledger.overdue():
-            found.slot.abandon(found.job.job_id)
+        self._ledger.expire()
 
     def _begin_new(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -303,8 +302,7 @@ class Driver:
     def _report(self, ended: _Job, good: Sequence[OffloadKey]) -> None:
         """Publish what a tier has now, or has no longer."""
         if self.publisher is not None and good and not ended.job.is_promotion:
-            removed = not len(ended.job.chunk_ids)  # a removal has no rows
-            self.publisher.take([OffloadEvent(good, removed, ended.slot.name)])
+            self.publisher.take([OffloadEvent(good, not ended.num_rows, ended.slot.name)])
 
     def _end_all(self) -> None:
         for request in list(self._requests):

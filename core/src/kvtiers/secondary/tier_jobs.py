@@ -117,10 +117,11 @@ def without(keys: Sequence[OffloadKey], some: Sequence[OffloadKey]) -> Sequence[
 
 
 def is_of(job: TransferJob, result: JobResult) -> bool:
-    """Return whether the keys that a result names are the job's."""
+    """Return whether a result says yes or no, and the keys that it names are the job's."""
     try:
+        bool(result.success)  # an array's raises
         return result.successful_keys is None or set(result.successful_keys) <= set(job.keys)
-    except TypeError:
+    except Exception:  # noqa: BLE001 -- a plugin made it
         return False
 
 
@@ -128,7 +129,7 @@ def moved(result: JobResult) -> tuple[int, float]:
     """Return the bytes and seconds of a result; 0 for what is no such number."""
     try:
         nbytes, seconds = int(result.nbytes), float(result.seconds)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001 -- a plugin made it
         return 0, 0.0
     return max(0, nbytes), seconds if 0 <= seconds < math.inf else 0.0
 

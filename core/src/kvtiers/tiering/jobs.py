@@ -160,7 +160,9 @@ class JobTable:
         loads = self.ledger.give_up([running for running in self._running(slot) if running.job.is_promotion])
         chunks = sum(len(running.rows) for running in loads)
         slot.metrics.cancelled_loads += chunks
-        self._fail(slot, loads, "are cancelled, since it is switched off", notify=slot.cancel)
+        self._fail(slot, loads, "are cancelled, since it is switched off")
+        for running in loads:
+            slot.cancel(running.job.job_id)
         return chunks
 
     def poll(self) -> None:
@@ -168,8 +170,8 @@ class JobTable:
         for slot in self._slots:
             if events := slot.poll():
                 self._handle(slot, events)
-        if overdue := self.ledger.overdue():
-            self._expire(overdue)
+        if expired := self.ledger.expire():
+            self._expire(expired)
 
     def reset(self) -> None:
         """Handle a reset of the cache: from now on the jobs in flight only hold their rows."""
@@ -275,19 +277,17 @@ class JobTable:
                 self.events.append(OffloadEvent(good, removed=False, tier=slot.name))
         running.on_end(slot, good, failed)
 
-    def _expire(self, overdue: Iterable[Running]) -> None:
+    def _expire(self, expired: Iterable[Running]) -> None:
         of_slots: defaultdict[TierSlot, list[Running]] = defaultdict(list)
-        for running in overdue:
+        for running in expired:
             of_slots[running.slot].append(running)
             if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
                 now = self._clock()
                 running.slot.rate.add(len(running.rows), now - running.submitted, now)
         for slot, jobs in of_slots.items():
-            self._fail(slot, jobs, f"did not end within {slot.options.deadline:g}s", notify=slot.abandon)
+            self._fail(slot, jobs, f"did not end within {slot.options.deadline:g}s")
 
-    def _fail(
-        self, slot: TierSlot, jobs: Sequence[Running], why: str, *, notify: Callable[[int], object] | None = None
-    ) -> None:
+    def _fail(self, slot: TierSlot, jobs: Sequence[Running], why: str) -> None:
         """Fail jobs, which have failed in use, for the requests that wait."""
         if not jobs:
             return
@@ -323,6 +323,3 @@ class JobTable:
             promoted,
             stored,
         )
-        if notify is not None:
-            for running in jobs:
-                notify(running.job.job_id)

@@ -5,7 +5,7 @@ a job is       from
 =============  ===========================================================================================
 running        ``begin``
 failed in use  its deadline, its tier's report, or ``give_up``: who waits for it goes on, its tier may still
-               touch its rows
+               touch its rows. Its deadline still runs after a report, so that its tier is notified of it
 gone           its result, or the refusal of its tier to take it
 =============  ===========================================================================================
 
@@ -33,13 +33,23 @@ LedgerEvent: TypeAlias = JobFailed | JobReleased | JobResult
 
 @dataclass(slots=True, eq=False)
 class LedgerEntry:
-    """A job that a tier has. ``submitted``, ``started``: when, by the ledger's clock."""
+    """A job that a tier has. ``submitted``, ``started``: when, by the ledger's clock.
+
+    ``num_rows``: 0 for a removal. The job's own buffer of rows is the tier's, which may have released it.
+    ``is_given_up``: by its deadline or ``give_up``; no deadline runs any more.
+    """
 
     job: TransferJob
     slot: TierSlot
     submitted: float
     started: float | None = field(default=None, init=False)
     failed_in_use: bool = field(default=False, init=False)
+    is_given_up: bool = field(default=False, init=False)
+    num_rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count the rows, before the tier has the job."""
+        self.num_rows = len(self.job.chunk_ids)
 
     def count(self, result: JobResult, good: Sequence[OffloadKey], now: float) -> None:
         """Count what was moved, ``good``, and what was not; a removal, which has no rows, moves nothing."""
@@ -50,12 +60,12 @@ class LedgerEntry:
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
             metrics.loads += bool(good)
-        elif len(self.job.chunk_ids):
+        elif self.num_rows:
             metrics.failed_stores += len(self.job.keys) - len(good)
             metrics.stored_chunks += len(good)
             metrics.stored_bytes += nbytes
             metrics.store_seconds += seconds
-        if good and len(self.job.chunk_ids):
+        if good and self.num_rows:
             latency = metrics.promotion_latency if self.job.is_promotion else metrics.cascade_latency
             latency.observe(now - self.submitted)
 
@@ -90,14 +100,13 @@ class Ledger(Generic[_Entry]):
     def take(self, slot: TierSlot, events: Iterable[TierEvent]) -> Iterator[tuple[_Entry, LedgerEvent]]:
         """Yield what a tier has reported of its jobs: failures, releases, and results, whose jobs are gone then."""
         for event in events:
-            entry = self._entry(slot, event)
             if not isinstance(event, NO_RESULTS):
-                if problem := _problem(entry, event):
+                entry, problem = self._check(slot, event)
+                if entry is None or problem:
                     slot.retire(problem)
                     return
-                assert entry is not None
                 self._end(entry)
-            elif entry is None:
+            elif (entry := self._entry(slot, event.job_id)) is None:
                 continue
             elif isinstance(event, JobStarted):
                 entry.started = self._clock() if entry.started is None else entry.started
@@ -105,32 +114,57 @@ class Ledger(Generic[_Entry]):
             elif isinstance(event, JobFailed):
                 if entry.failed_in_use:
                     continue
-                self.give_up([entry])
+                self._fail(entry)
             yield entry, event
 
-    def overdue(self) -> Sequence[_Entry]:
-        """Give up the jobs that are past their deadlines, and return them; looks every 50 ms."""
+    def expire(self) -> Sequence[_Entry]:
+        """Give up the jobs that are past their deadlines, and notify their tiers; looks every 50 ms.
+
+        Return those that had not failed in use before.
+        """
         if not self.jobs or (now := self._clock()) < self._next_scan:
             return ()
         self._next_scan = now + _SCAN_SECONDS
-        overdue = [entry for entry in self.jobs.values() if not entry.failed_in_use and _is_overdue(entry, now)]
+        overdue = [entry for entry in self.jobs.values() if not entry.is_given_up and _is_overdue(entry, now)]
+        expired = self.give_up(overdue)
         for entry in overdue:
             entry.slot.metrics.expired_jobs += 1
-        return self.give_up(overdue)
+            entry.slot.abandon(entry.job.job_id)
+        return expired
 
-    def give_up(self, running: Sequence[_Entry]) -> Sequence[_Entry]:
-        """Make running jobs fail in use: their rows are in quarantine until they are gone. Return the same jobs."""
+    def give_up(self, entries: Sequence[_Entry]) -> Sequence[_Entry]:
+        """Make jobs fail in use: their rows are in quarantine until they are gone. Return those that had not failed."""
+        running = [entry for entry in entries if not entry.failed_in_use]
         for entry in running:
-            entry.failed_in_use = True
-            self.failed_in_use += 1
-            entry.slot.metrics.running_jobs -= 1
-            entry.slot.metrics.quarantined_rows += len(entry.job.chunk_ids)
+            self._fail(entry)
+        for entry in entries:
+            entry.is_given_up = True
         return running
 
-    def _entry(self, slot: TierSlot, event: object) -> _Entry | None:
+    def _fail(self, entry: _Entry) -> None:
+        entry.failed_in_use = True
+        self.failed_in_use += 1
+        entry.slot.metrics.running_jobs -= 1
+        entry.slot.metrics.quarantined_rows += entry.num_rows
+
+    def _check(self, slot: TierSlot, result: object) -> tuple[_Entry | None, str]:
+        """Return the job that a result is of, and what is wrong with the result, "" if nothing is."""
+        kind = type(result).__name__
         try:
-            entry = self.jobs.get(event.job_id)  # type: ignore[attr-defined]
-        except (AttributeError, TypeError):  # no event, or no id
+            if not isinstance(result, JobResult):
+                return None, f"it reported a {kind}, which is no JobResult"
+            if (entry := self._entry(slot, result.job_id)) is None:
+                return None, f"it reported job {result.job_id!r}, which it does not have (or reported before)"
+            if not is_of(entry.job, result):
+                return entry, f"its result of job {entry.job.job_id} is unreadable, or names keys that are not of it"
+        except Exception:  # noqa: BLE001 -- a plugin made it: whatever is read of it may raise, its id's repr, too
+            return None, f"it reported a {kind} that is unreadable"
+        return entry, ""
+
+    def _entry(self, slot: TierSlot, job_id: object) -> _Entry | None:
+        try:
+            entry = self.jobs.get(job_id)  # type: ignore[call-overload]
+        except Exception:  # noqa: BLE001 -- as above: no id at all
             return None
         return entry if entry is not None and entry.slot is slot else None
 
@@ -139,20 +173,9 @@ class Ledger(Generic[_Entry]):
         metrics = entry.slot.metrics
         if entry.failed_in_use:
             self.failed_in_use -= 1
-            metrics.quarantined_rows -= len(entry.job.chunk_ids)
+            metrics.quarantined_rows -= entry.num_rows
         else:
             metrics.running_jobs -= 1
-
-
-def _problem(entry: LedgerEntry | None, result: object) -> str:
-    """Return what is wrong with a result of this job, "" if nothing is."""
-    if not isinstance(result, JobResult):
-        return f"it reported {result!r}, which is no JobResult"
-    if entry is None:
-        return f"it reported job {result.job_id!r}, which it does not have (or reported before)"
-    if not is_of(entry.job, result):
-        return f"its result of job {result.job_id} names keys that are not of the job"
-    return ""
 
 
 def _is_overdue(entry: LedgerEntry, now: float) -> bool:

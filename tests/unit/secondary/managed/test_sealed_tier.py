@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 from tests.unit.secondary.async_tier import HIT, MISS, REQUEST, finish, handed_over, job, store
 
@@ -105,7 +106,11 @@ def test_a_second_result_never_passes_unchecked_and_reaches_the_manager(kit, sea
     assert not any(result.success or result.successful_keys for result in results)
 
 
-@pytest.mark.parametrize("lie", [None, "done", JobResult([1], success=True)], ids=["none", "a word", "no id"])
+@pytest.mark.parametrize(
+    "lie",
+    [None, "done", JobResult([1], success=True), JobResult(memoryview(bytearray(2)), success=True)],
+    ids=["none", "a word", "no id", "a buffer for an id"],
+)
 def test_what_is_no_result_reaches_the_manager_and_the_results_beside_it_are_not_lost(kit, sealed, keys, lie):
     tier, inner = sealed()
     for _ in range(2):
@@ -118,6 +123,41 @@ def test_what_is_no_result_reaches_the_manager_and_the_results_beside_it_are_not
     assert between is lie
     assert [first.success, last.success] == [True, True]
     assert not tier._jobs
+
+
+@pytest.mark.parametrize("promotion", [True, False])
+def test_a_result_that_says_neither_yes_nor_no_reaches_the_manager_which_refuses_it(kit, sealed, keys, promotion):
+    tier, inner = sealed()
+    store(kit, tier, inner, keys)
+    odd = job(keys, promotion=promotion)
+    (tier.submit_load if promotion else tier.submit_store)(odd)
+    handed_over(kit, tier, inner)
+    inner.move(success=np.array([True, True]))
+    (result,) = finish(kit, tier)
+    assert result.job_id == odd.job_id
+    assert not is_of(odd, result)
+    assert not tier._jobs
+
+
+def test_keys_may_be_named_in_an_array(kit, sealed, keys):
+    tier, inner = sealed()
+    store(kit, tier, inner, keys)
+    tier.submit_load(job(keys, promotion=True))
+    inner.move(success=False, keys=np.array(list(inner.values)[:2], dtype=object))
+    (result,) = finish(kit, tier)
+    assert list(result.successful_keys) == keys[:2]
+
+
+def test_a_tier_may_release_the_buffer_that_names_its_rows(kit, sealed, keys):
+    tier, inner = sealed()
+    store(kit, tier, inner, keys)
+    loading = job(keys, promotion=True)
+    tier.submit_load(loading)
+    with inner.waiting[0].chunk_ids:
+        inner.move()
+    (result,) = finish(kit, tier)
+    assert result.success
+    assert list(loading.chunk_ids) == list(range(len(keys))), "core still reads its own"
 
 
 def test_results_that_came_before_an_exception_are_not_lost(kit, sealed, keys):

@@ -17,6 +17,7 @@ from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TierRequest
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.secondary.tier_jobs import good_keys
 
 __all__ = ["SealedJob", "Sealer"]
 
@@ -171,7 +172,7 @@ class Sealer:
 
     def _check(self, known: SealedJob, result: JobResult) -> None:
         landed: list[OffloadKey] = []
-        good = set(known.inner.keys if result.success else result.successful_keys or ())
+        good = set(good_keys(known.inner, result))
         try:
             pairs = zip(known.inner.keys, known.job.keys, known.job.chunk_ids, strict=True)
             landed += [key for inner, key, row in pairs if inner in good and self._is_sound(known.names, key, row)]

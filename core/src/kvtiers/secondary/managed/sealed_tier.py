@@ -232,7 +232,8 @@ class SealedTier(EventTier):
     def _take(self, job: TransferJob) -> SealedJob:
         layout_id = self._names.layout_id
         keys = [layout_id + key for key in job.keys]
-        inner = TransferJob(job.job_id, keys, job.chunk_ids, job.is_promotion, job.context)
+        rows = memoryview(job.chunk_ids)  # one of its own: the tier may release it, as by ``with``
+        inner = TransferJob(job.job_id, keys, rows, job.is_promotion, job.context)
         taken = self._jobs[job.job_id] = SealedJob(job, inner, self._names)
         if self._breaker.state is BreakerState.PROBING and self._probing_with is None:
             self._probing_with = job.job_id
@@ -324,7 +325,7 @@ class SealedTier(EventTier):
         if not is_of(known.inner, result):
             # Nor is this. As it is it may name the manager's keys, and would be believed though nothing was checked.
             return [JobResult(result.job_id, success=False, successful_keys=_NO_KEYS)]
-        if known.job.is_promotion and (result.success or result.successful_keys):
+        if known.job.is_promotion and (result.success or result.successful_keys is not None):
             self._sealer.check(known, result)
             return []
         return [_outer(known, result)]
@@ -332,7 +333,7 @@ class SealedTier(EventTier):
     def _job_of(self, result: JobResult) -> SealedJob | None:
         try:
             return self._jobs.get(result.job_id) if isinstance(result, JobResult) else None
-        except TypeError:  # no id at all
+        except Exception:  # noqa: BLE001 -- the tier made it: no id at all
             return None
 
     def _judge(self, known: SealedJob, *, ok: bool) -> None:
