@@ -12,8 +12,7 @@ CAUGHT_BY = runpy.run_path(str(FILE))["CAUGHT_BY"]
 
 @pytest.fixture(scope="module")
 def report(run_kit):
-    # Killed in the middle of a write alone: each of these stores breaks at any moment of it, or at none.
-    return run_kit(FILE, path=[ROOT], options=["-k", "not 0.2 and not 0.8"])
+    return run_kit(FILE, path=[ROOT])
 
 
 @pytest.mark.parametrize("store", CAUGHT_BY)
