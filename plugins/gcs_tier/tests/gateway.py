@@ -40,7 +40,11 @@ class Gateway(BaseHTTPRequestHandler):
     def serve(self):
         url = urlsplit(self.path)
         query = parse_qs(url.query, keep_blank_values=True)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length:  # whoever sent it has ended: nothing of an upload is kept then
+            self.close_connection = True
+            return
         bucket, _, name = unquote(url.path[1:]).partition("/")
         if self.headers.get("Authorization", "").removeprefix("Bearer ") not in self.tokens:
             self.refuse(401, "AuthenticationRequired")

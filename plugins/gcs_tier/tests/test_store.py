@@ -1,7 +1,10 @@
 """The store itself, on fake-gcs-server: what all object stores promise, and what is Google's own."""
 
+import socket
+import urllib.error
+
 import pytest
-from gcs_servers import FakeGcs, new_bucket
+from gcs_servers import TOKEN, FakeGcs, new_bucket
 from libraries.objectstore.tests.stores import BucketTests, RestartTests, StoreTests, value
 from plugins.gcs_tier.tests.differences import GCS
 
@@ -43,3 +46,14 @@ class TestGcsRestart(RestartTests):
         with FakeGcs(keeps=True) as server:
             where = {"bucket": new_bucket(server.endpoint), "endpoint": server.endpoint}
             yield server, GcsConfig(type="gcs", anonymous=True, **where)
+
+
+def test_the_gateway_keeps_nothing_of_an_upload_whose_sender_ends_in_the_middle(fake_gcs, bucket, objects):
+    """As Google's service does: what a killed writer leaves would else be a half value of the gateway's making."""
+    head = f"PUT /{bucket}/half HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 1000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", fake_gcs.port), 10) as sock:
+        sock.sendall(head.encode() + bytes(600))
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(100) == b""
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        objects.get("half")
