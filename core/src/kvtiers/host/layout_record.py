@@ -61,7 +61,7 @@ class LayoutRecord:
             _log.debug("%s: what was stored last is not known: %s", self._label, reading.error)
             return
         if theirs and (text := self._difference(theirs, ours, keys)):
-            plain = text if text.isprintable() else repr(text)[1:-1]  # anything could be logged by a store else
+            plain = text if text.isprintable() else repr(text)[1:-1]  # what is in a store must not forge log lines
             _log.warning("%s: %s", self._label, plain, extra={"once": True})
 
     def write(self, store: ChunkStore, names: StorageNames, epoch: str, keys: KeyRing | None) -> None:

@@ -7,7 +7,7 @@ its fingerprint was made from, under two names of core's own, each one page, sea
     {namespace}/_layout/{model slug}                    of the engine that has begun to store last
 
 An engine that opens the store compares the second one with its own, and says in which fields they differ; `kvtiers
-store du` reads the first one. Beside them stands how that engine stores: its key, its compression, and the limits that
+store du` reads the first one. Each record also has how its writer stores: the key, the compression, and the limits that
 its tier sets on the values. Both are for people only: nothing depends on a record, so one may be lost.
 """
 
