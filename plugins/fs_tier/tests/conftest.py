@@ -138,7 +138,8 @@ def slab_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder whose writes wait for the evictor, and whose evictor's rounds take, as long as a busy machine needs."""
-    monkeypatch.setattr("kvtiers_fs.quota._WAIT_SECONDS", PATIENCE)
+    for waits in ("_WAIT_SECONDS", "_REPORT_SECONDS"):
+        monkeypatch.setattr(f"kvtiers_fs.quota.{waits}", PATIENCE)
     monkeypatch.setattr("kvtiers_fs.evictor._ROUND_SECONDS", PATIENCE)
     monkeypatch.setattr("kvtiers_fs.store._CLOSE_SECONDS", PATIENCE)
     folder = Folder(tmp_path / "values")

@@ -278,7 +278,7 @@ def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folde
     [name] = names(1)
     store.write(name, value(1))
     folder.settle(store)
-    monkeypatch.setattr("kvtiers_fs.quota._WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtiers_fs.quota._REPORT_SECONDS", 0.1)
     monkeypatch.setattr("kvtiers_fs.quota._REFUSE_SECONDS", DAY)
     waits, wait_for = [], store._ledger._changed.wait_for
     monkeypatch.setattr(store._ledger._changed, "wait_for", lambda *of: waits.append(of) or wait_for(*of))
@@ -292,6 +292,30 @@ def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folde
     assert len(waits) == 1
     folder.settle(store)
     assert wrote(store, names(1)[0], value)
+
+
+def test_a_write_waits_for_the_report_and_not_for_the_count_that_comes_after_it(folder, value, names, monkeypatch):
+    store = folder.open(capacity=256 * PAGE)  # of which a step is two pages
+    first, second, third = names(3)
+    folder.settle(store)
+    counts, goes_on, waits = threading.Event(), threading.Event(), threading.Event()
+    wait_for = store._ledger._changed.wait_for
+    monkeypatch.setattr(store._ledger._changed, "wait_for", lambda *of: waits.set() or wait_for(*of))
+    monkeypatch.setattr(store._evictor, "_count", lambda *_: counts.set() or goes_on.wait())
+    try:
+        with (folder.path / ".usage").open() as holder:
+            fcntl.flock(holder, fcntl.LOCK_EX)
+            store.write(first, value(1))
+            store.write(second, value(2))
+            writer = threading.Thread(target=store.write, args=[third, value(3)])
+            writer.start()
+            assert waits.wait(60)
+        writer.join(60)
+        assert not writer.is_alive()
+        assert counts.wait(60)
+        assert store.exists([third]) == [True]
+    finally:
+        goes_on.set()
 
 
 def test_while_the_file_system_hangs_figures_are_reported_and_the_end_does_not_wait_for_it(

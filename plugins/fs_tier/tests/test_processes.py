@@ -28,7 +28,7 @@ from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 path, wait, *numbers = sys.argv[1:]
-quota._WAIT_SECONDS = float(wait)
+quota._WAIT_SECONDS, quota._REPORT_SECONDS = float(wait), max(float(wait), quota._REPORT_SECONDS)
 capacity, nbytes, seed, turns = map(int, numbers)
 store = FsStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0))
 choice = random.Random(seed)

@@ -62,6 +62,23 @@ def test_a_process_writes_no_more_than_a_step_without_a_report():
     write(made, 3, MIB)
 
 
+def test_a_write_that_lacks_a_report_alone_waits_longer_than_for_room_and_is_not_called_full(monkeypatch):
+    made, _ = ledger()
+    write(made, 1, MIB)
+    waits = []
+    monkeypatch.setattr(made._changed, "wait_for", lambda _fits, seconds: waits.append(seconds))
+    with pytest.raises(NotKept, match="are not reported to other processes yet") as refused:
+        made.claim(1)
+    assert not refused.value.full
+    monkeypatch.setattr("kvtiers_fs.quota._REFUSE_SECONDS", 0.0)
+    full, _ = ledger(known=128 * MIB)
+    monkeypatch.setattr(full._changed, "wait_for", lambda _fits, seconds: waits.append(seconds))
+    with pytest.raises(NotKept, match="no room: 128MiB of 128MiB are in use") as refused:
+        full.claim(1)
+    assert refused.value.full
+    assert waits[0] > waits[1]
+
+
 def test_one_value_is_always_written_however_large_beside_the_step():
     made, _ = ledger()
     write(made, 1, 100 * MIB)

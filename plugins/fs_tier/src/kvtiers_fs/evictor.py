@@ -141,6 +141,8 @@ class Evictor:
                 return _BUSY_SECONDS
             index = self._usage.load()
             index.add(self.ledger.take())
+            self._usage.save(index)
+            self.ledger.publish(index.total()[0])  # first: writes wait for no more than this report
             until = time.monotonic() + _ROUND_SECONDS
             try:
                 uncounted = self._count(index, until)

@@ -34,7 +34,8 @@ _HEAD = struct.Struct("<8sdI4x")
 _SHARD = struct.Struct("<qqd")
 _BYTES = _HEAD.size + SHARDS * _SHARD.size + 4
 _STEPS = 128
-_WAIT_SECONDS = 0.25
+_WAIT_SECONDS = 0.25  # for room
+_REPORT_SECONDS = 1.0  # for a report: the evictor is at most a round away, more on a busy machine
 _REFUSE_SECONDS = 1.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -184,6 +185,8 @@ class Ledger:
     def claim(self, nbytes: int) -> None:
         """Reserve room for one write, which ``settle`` releases; wait a moment for the evictor, then NotKept.
 
+        Not full, but refused, where there is room and only the report of earlier writes is missing.
+
         No process writes more than a step (1/128 of the capacity), or one value if that is more, without a report of
         its own, and without the reports of the others. So the capacity is exceeded by at most a step, or a value, for
         each process that writes at that moment, and only if evicting, which begins 5 % below it, does not keep up.
@@ -199,16 +202,23 @@ class Ledger:
         self._wake()
         now = time.monotonic()
         if now >= self._refuse_until:
-            if self._changed.wait_for(lambda: self._fits(nbytes), _WAIT_SECONDS):
+            patience = _REPORT_SECONDS if self._has_room(nbytes) else _WAIT_SECONDS
+            if self._changed.wait_for(lambda: self._fits(nbytes), patience):
                 return
             # The next ones are refused at once: threads that wait here do not read.
             self._refuse_until = time.monotonic() + _REFUSE_SECONDS
+        if self._has_room(nbytes):
+            behind = "the lock on .usage is another process's, or the disk or the machine is too busy for the report"
+            raise NotKept(f"earlier writes are not reported to other processes yet: {behind}", full=False)
         raise NotKept(f"no room: {format_size(self._known + self._net)} of {format_size(self._capacity)} are in use")
 
     def _fits(self, nbytes: int) -> bool:
         unreported = self._written + self._in_flight
         if unreported and unreported + nbytes > self._step:
             return False
+        return self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
         return self._known + self._net + self._in_flight + nbytes <= self._capacity
 
     def settle(self, claimed: int) -> None:
