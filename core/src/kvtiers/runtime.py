@@ -126,8 +126,7 @@ def open_manager(
             side,
             options(config),
             prefix_group=layout.prefix_group,
-            watchers=Watchers(recorder, what_if, tracing, publisher, engine.listener),
-            keep_events=record_events,
+            watchers=Watchers(recorder, what_if, tracing, publisher, engine.listener, record_events),
             tenants=config.tenant_rule(),
         )
         manager.live = LiveEngine(config, manager, side.tiers, options)

@@ -99,7 +99,6 @@ class TieringManager:
         clock: Callable[[], float] = time.monotonic,
         prefix_group: int = 0,
         watchers: Watchers | None = None,
-        keep_events: bool = True,
         tenants: Tenants | None = None,
     ) -> None:
         self._watchers = watchers = watchers or Watchers()
@@ -113,7 +112,6 @@ class TieringManager:
         self._engine = engine
         self._clock = clock
         self._event_sides = watchers.event_sides
-        self._keeps_events = keep_events
         self.tenants = tenants or Tenants("", is_on=False)
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
@@ -606,7 +604,7 @@ class TieringManager:
         events = self._primary.take_events() + self._jobs.take_events()
         for side in self._event_sides if events else ():
             side.take(events)
-        if self._keeps_events:
+        if self._watchers.keeps_events:
             self._metrics.dropped_events += self._events.add(events)
 
     def _count_misuse(self) -> None:
