@@ -120,7 +120,7 @@ class BounceBufferViews(ValueViews):
         return [(self._callers, at, nbytes) for at, nbytes in parts]
 
     def _beside(self, row: int, nbytes: int) -> tuple[memoryview, int]:
-        memory, [at] = self._places([row], [nbytes])
+        memory, [at] = self.memory_of([row], [nbytes])
         return memory, at
 
     def land(self, row: int, payload: int) -> None:
@@ -136,7 +136,8 @@ class BounceBufferViews(ValueViews):
         if kept:
             self._stage.memory = None
 
-    def _places(self, rows: Sequence[int], sizes: Sequence[int]) -> tuple[memoryview, list[int]]:
+    def memory_of(self, rows: Sequence[int], sizes: Sequence[int]) -> tuple[memoryview, list[int]]:
+        """Return the calling thread's bounce buffer, and the offset of each row's value in it."""
         if not all(0 < nbytes <= self._value_bytes for nbytes in sizes):
             raise IndexError(f"no {sorted(set(sizes))} bytes in a value of {self._value_bytes}")
         assert self._stage.memory is not None, "not begun"

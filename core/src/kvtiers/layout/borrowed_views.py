@@ -178,15 +178,16 @@ class ValueViews:
 
     def borrow(self, rows: Sequence[int], sizes: Sequence[int], *, readonly: bool) -> Loan:
         """Return a loan of rows' values, so many bytes each. IndexError if a row is not there, or not that long."""
-        memory, offsets = self._places(rows, sizes)
+        memory, offsets = self.memory_of(rows, sizes)
         return Loan(memory, [*zip(offsets, sizes, strict=True)], readonly=readonly)
 
     def own(self, rows: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """Return core's own writable views of the values of rows, for sealing and checking."""
-        memory, offsets = self._places(rows, sizes)
+        memory, offsets = self.memory_of(rows, sizes)
         return [memory[offset : offset + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)]
 
-    def _places(self, rows: Sequence[int], sizes: Sequence[int]) -> tuple[memoryview, list[int]]:
+    def memory_of(self, rows: Sequence[int], sizes: Sequence[int]) -> tuple[memoryview, list[int]]:
+        """Return the memory that the values of rows are sealed, read and checked in, and each one's offset there."""
         return self._region, [self._offset(row, nbytes) for row, nbytes in zip(rows, sizes, strict=True)]
 
     def _offset(self, row: int, nbytes: int) -> int:

@@ -70,9 +70,10 @@ class ObstoreBucket:
             return
         for key in keys:
             self._requests.count("delete")
-            self._delete_one(key)
+            self.delete_one(key)
 
-    def _delete_one(self, key: str) -> None:
+    def delete_one(self, key: str) -> None:
+        """Delete this object; one that is absent is no error."""
         try:
             obstore.delete(self._client.store, key)
         except (BaseError, FileNotFoundError) as error:

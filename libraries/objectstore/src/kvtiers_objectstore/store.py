@@ -71,22 +71,22 @@ class ObjectStore(ChunkStore):
             read_into(self._client, self._prefix + _NO_OBJECT, memoryview(b""), 0, 0)
         except ObjectStoreBusyError as error:
             self.close()
-            raise TierUnavailable(f"{self._where()}: {error}") from None
+            raise TierUnavailable(f"{self.where()}: {error}") from None
         except ObjectStoreError as error:
-            more = self._more_of(error)
+            more = self.more_of(error)
             self.close()
-            raise ConfigError(f"{self._where()}: {error}{more}") from None
+            raise ConfigError(f"{self.where()}: {error}{more}") from None
 
     @abstractmethod
-    def _where(self) -> str:
+    def where(self) -> str:
         """Return which bucket this is and where, as the start of a line."""
 
-    def _more_of(self, _error: ObjectStoreError) -> str:
+    def more_of(self, _error: ObjectStoreError) -> str:
         """Return what else can be said of an error while the store is being opened."""
         return ""
 
     @abstractmethod
-    def _settings(self) -> Iterable[Finding]:
+    def settings(self) -> Iterable[Finding]:
         """Examine the bucket's settings."""
 
     def read_into(self, name: str, dst: memoryview) -> int:
@@ -135,7 +135,7 @@ class ObjectStore(ChunkStore):
         # Imported here: only `kvtiers check` asks.
         from kvtiers_objectstore.speed import speed_findings
 
-        findings = list(self._settings())
+        findings = list(self.settings())
         if not self._read_only:
             findings += speed_findings(self, value_bytes)
         return findings
@@ -151,4 +151,4 @@ class ObjectStore(ChunkStore):
 
     def _expect_writable(self) -> None:
         if self._read_only:
-            raise PermissionError(errno.EROFS, "this tier is read-only", self._where())
+            raise PermissionError(errno.EROFS, "this tier is read-only", self.where())

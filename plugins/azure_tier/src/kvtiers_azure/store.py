@@ -45,11 +45,13 @@ class AzureStore(ObjectStore):
         )
         super().__init__(config, Access(client, parts, bucket, requests), read_only=read_only)
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Return which container this is and where, as the start of a line."""
         return f"container {self._config.container!r} at {self._route.endpoint}"
 
-    def _settings(self) -> Iterable[Finding]:
-        yield Finding("ok", f"{self._where()}, values by {self._client.name}")
+    def settings(self) -> Iterable[Finding]:
+        """Say which container is used and how it is reached."""
+        yield Finding("ok", f"{self.where()}, values by {self._client.name}")
         yield Finding("ok", f"all requests but those for tokens go {self._route}")
         prefix = f" --prefix {self._config.prefix}" if self._config.prefix else ""
         yield Finding(
@@ -75,7 +77,7 @@ class SignedContainer(ObstoreBucket):
         self._config = config
         self._route, self._failures = route, failures
 
-    def _delete_one(self, key: str) -> None:
+    def delete_one(self, key: str) -> None:
         account = account_of(self._config)
         url = f"{account.endpoint}/{self._config.container}/{quote(key)}?{account.sas}"
         request = urllib.request.Request(url, method="DELETE")  # noqa: S310 -- http or https, as the options are checked

@@ -40,14 +40,16 @@ class GcsStore(ObjectStore):
         bucket = ObstoreBucket(client, parts, requests, page=_PAGE, deleted_at_once=1)
         super().__init__(config, Access(client, parts, bucket, requests), read_only=read_only)
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Return which bucket this is and where, as the start of a line."""
         return f"bucket {self._config.bucket!r} at {self._route.endpoint}"
 
-    def _settings(self) -> Iterable[Finding]:
+    def settings(self) -> Iterable[Finding]:
+        """Examine the bucket's settings."""
         # Imported here: only `kvtiers check` asks.
         from kvtiers_gcs.bucket_settings import settings_findings
 
-        yield Finding("ok", f"{self._where()}, values by {self._client.name}")
+        yield Finding("ok", f"{self.where()}, values by {self._client.name}")
         yield Finding("ok", f"all requests but those for tokens go {self._route}")
         yield from settings_findings(
             self._config, self._route, self._failures, lambda: self._tokens()["token"], self._prefix

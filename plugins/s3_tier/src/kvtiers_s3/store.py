@@ -40,20 +40,23 @@ class S3Store(ObjectStore):
         super().close()
         self._connection.close()
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Return which bucket this is and where, as the start of a line."""
         connection = self._connection
         return f"bucket {connection.config.bucket!r} at {connection.endpoint}, region {connection.region}"
 
-    def _more_of(self, _error: ObjectStoreError) -> str:
+    def more_of(self, _error: ObjectStoreError) -> str:
+        """Return the region that the bucket names, if it is another one than configured."""
         region = self._bucket.region()
         return f" (it says {region!r})" if region and region != self._connection.region else ""
 
-    def _settings(self) -> Iterable[Finding]:
+    def settings(self) -> Iterable[Finding]:
+        """Examine the bucket's settings."""
         # Imported here: only `kvtiers check` asks.
         from kvtiers_s3.diagnosis import bucket_findings
 
         style = "virtual-host" if self._connection.is_virtual else "path"
-        yield Finding("ok", f"{self._where()}, {style} addressing, values by {self._client.name}")
+        yield Finding("ok", f"{self.where()}, {style} addressing, values by {self._client.name}")
         yield Finding("ok", f"all requests go to {self._connection.route.endpoint} {self._connection.route}")
         yield from bucket_findings(self._bucket, self._prefix)
 
