@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md and the design decisions name symbols, tests and files: each of them is there."""
+"""ARCHITECTURE.md, the design decisions and the formats name symbols, tests and files: each of them is there."""
 
 import importlib
 import re
@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "docs/design-decisions.md"))
+FORMATS = (ROOT / "docs/stability.md").read_text(encoding="utf-8")
 SYMBOLS = sorted(set(re.findall(r"`(kvtiers[\w.]*:[\w.]+)`", TEXT)))
 TESTS = sorted(set(re.findall(r"`((?:(?:plugins/\w+|integrations/\w+|replay)/)?tests/[\w/.]+(?:::\w+)?)`", TEXT)))
 
@@ -36,7 +37,7 @@ def test_every_test_that_the_document_names_is_collected():
     assert not missing, f"{missing}\n{collected[-2000:]}"
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+\w+\.py)`", TEXT))))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+\w+\.py)`", TEXT + FORMATS))))
 def test_every_file_that_the_document_names_is_there(path):
     folder = (
         ROOT
