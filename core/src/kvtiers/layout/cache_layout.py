@@ -288,7 +288,7 @@ class CacheLayout:
     def differences_in(self, document: Any) -> list[str]:
         """Return the ``differences`` to a layout as JSON has it, whatever is in there: no layout is made of it.
 
-        One with a wrong number of ranks would take minutes to make.
+        To make a layout of a document with a wrong number of ranks could take minutes.
         """
         mine: dict[str, Any] = json.loads(self.to_json())
         return _differences("", self._one_page_a_tensor(mine), self._one_page_a_tensor(document))

@@ -1,6 +1,6 @@
 """The counts of a store tier: its jobs and values, the room of its store queue, and the watch over a store that drops.
 
-The tier decides by them what it sends and what it logs; nothing here sends, waits or logs. Engine's thread.
+The tier uses them to decide what it sends and logs. Nothing here sends, waits or logs. Engine's thread.
 """
 
 import math

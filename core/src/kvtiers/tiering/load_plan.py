@@ -93,11 +93,12 @@ class Plan:
 
 
 class Answer(NamedTuple):
-    """The last answer to a request. It holds for the same ``question`` as long as nothing changes.
+    """The last answer to a request, which holds for the same ``question`` as long as one of these is true.
 
-    That is: the primary's ``changes`` stay the same. Where nothing was found: neither the primary nor a tier has got
-    one of ``missing``, for the lack of which no boundary could be used. In line for rows: ``slot`` may not have
-    ``chunks`` rows yet, and a load of these, of ``total`` chunks for ``tokens`` tokens, is still sooner than computing.
+    In general: the primary's ``changes`` are the same. Where nothing was found: no boundary could be used without the
+    chunks in ``missing``, and neither the primary nor a tier has got one of them. In line for rows: ``slot`` may not
+    have ``chunks`` rows yet, and to load these, of ``total`` chunks for ``tokens`` tokens, is still sooner than
+    computing.
     """
 
     question: tuple[object, ...]
