@@ -30,12 +30,13 @@ from rigs.store_tier_lane import PATIENCE, TierLane
 from kvtiers.api import LookupResult, TierConfig, TransferJob, make_offload_key
 from kvtiers.api.units import format_size
 from kvtiers.plugins import load_tier
+from kvtiers.testing.ports import free_port
 from kvtiers.types import RequestContext
 
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 sys.path[:0] = [str(PLUGINS / name / "tests") for name in ("redis_tier", "mooncake_tier")]
 
-from pool import Master, SegmentOwner, free_ports  # noqa: E402 -- the pool of the tier's tests
+from pool import Master, SegmentOwner  # noqa: E402 -- the pool of the tier's tests
 from servers import Server, wait_until  # noqa: E402 -- the servers of the tier's tests
 
 S3_SERVER = PLUGINS / "s3_tier" / "tests" / "trivial.py"
@@ -101,7 +102,7 @@ def configs(folder: Path, stack: ExitStack) -> dict[str, TierConfig]:
     stack.callback(SegmentOwner(master.address, 2 << 30).kill)
     redis = Server(folder / "redis", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru").start()
     stack.callback(redis.stop)
-    [port] = free_ports(1)
+    port = free_port()
     s3 = stack.enter_context(subprocess.Popen([sys.executable, str(S3_SERVER), str(port)]))
     stack.callback(s3.kill)
     wait_until(lambda: _listens(port), "the S3 server listens")

@@ -28,6 +28,7 @@ import kvtiers
 from kvtiers.api import make_offload_key
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.testing.ports import free_port
 from kvtiers.types import PromptGroup, RequestContext
 
 ROOT = Path(__file__).parents[2]
@@ -356,11 +357,6 @@ class Engine:
 
 
 # -- tier kinds
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+
+from kvtiers.testing.ports import free_port
 
 HERE = Path(__file__).parent
 PLUGINS = HERE.parents[1] / "plugins"
@@ -49,11 +50,6 @@ BUCKET = {"timeout": "1s", "threads": 4}
 SLAB = {"capacity": "8MiB", "min_free": 0}
 MANAGED = {"deadline": "2s"}
 QUICK = {"deadline": "2s", "grace": "500ms", "breaker": {"delay": "100ms", "max_delay": "1s"}}
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 class Server:

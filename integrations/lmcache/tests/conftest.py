@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtiers._log_queue import flush_logs
+from kvtiers.testing.ports import free_port
 
 os.environ["LMCACHE_TRACK_USAGE"] = "false"  # before LMCache is imported: it reports where it runs
 os.environ["LMCACHE_DISABLE_BANNER"] = "1"
@@ -82,11 +83,6 @@ def unanswered() -> Iterator[int]:
     """A port of this machine that takes connections and never says anything."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @contextmanager

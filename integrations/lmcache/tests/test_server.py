@@ -16,7 +16,9 @@ import torch
 from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
 from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 
-from .conftest import free_port, params_of
+from kvtiers.testing.ports import free_port
+
+from .conftest import params_of
 
 MODEL = "test-model"  # what LMCache's client registers
 SHAPE = "(2,64,16,2,32):float16:4"  # objects of 256 KiB are mapped

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from kvtiers.api import ConfigError
+from kvtiers.testing.ports import free_port
 
-from .conftest import config_of, free_port, redis_server
+from .conftest import config_of, redis_server
 from .parts import Layout, content, keys_of
 
 SLOW_TO_BREAK = {"delay": "20ms", "max_delay": "50ms"}

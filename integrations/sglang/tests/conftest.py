@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtiers.testing.ports import free_port
+
 from . import without_torchvision  # noqa: F401 -- before anything of SGLang
 
 if TYPE_CHECKING:  # SGLang takes long to import, and pytest loads this in the process that runs no test, too
@@ -83,8 +85,7 @@ class RedisServer:
     """A Redis server that can be killed and started again, with nothing kept."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvtiers.testing.ports import free_port
 
 pytestmark = [pytest.mark.whole_server, pytest.mark.timeout(1800)]
 PATIENCE = 600.0
@@ -31,8 +32,7 @@ class WholeServer:
     """A server's processes, started by the variable alone."""
 
     def __init__(self, model: Path, config: Path, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         here = Path(__file__).parent
         path = os.pathsep.join([str(here / "whole_server"), str(here)])
         command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]

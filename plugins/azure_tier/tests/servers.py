@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import hmac
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,8 @@ from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from pathlib import Path
 from typing import Self
+
+from kvtiers.testing.ports import free_port
 
 __all__ = [
     "ACCOUNT",
@@ -54,8 +55,7 @@ class Azurite:
     def __init__(self, *, keeps: bool = False) -> None:
         self._keeps = keeps
         self._folder = tempfile.mkdtemp(prefix="kvazurite")
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port: int = listener.getsockname()[1]
+        self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}/{ACCOUNT}"
         self._process: subprocess.Popen[bytes] | None = None
 

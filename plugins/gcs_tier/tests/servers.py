@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote
+
+from kvtiers.testing.ports import free_port
 
 __all__ = ["TOKEN", "FakeGcs", "delete_bucket", "delete_object", "get_object", "new_bucket", "put_object"]
 
@@ -46,10 +47,7 @@ class FakeGcs:
     def __init__(self, *, keeps: bool = False) -> None:
         self._keeps = keeps
         self._folder = tempfile.mkdtemp(prefix="kvgcs")
-        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        self.port, self._upstream = (listener.getsockname()[1] for listener in listeners)
-        for listener in listeners:
-            listener.close()
+        self.port, self._upstream = free_port(), free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._processes: list[subprocess.Popen[bytes]] = []
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvtiers.testing.ports import free_port
+
 PATIENCE = 60.0
 _SEGMENT_OWNER = """
 import sys
@@ -39,18 +41,6 @@ def wait_until(true, what: str, patience: float = PATIENCE) -> None:
         time.sleep(0.01)
 
 
-def free_ports(count: int) -> list[int]:
-    """Return free ports; held together, so that they differ."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
-
-
 def pause(pid: int) -> None:
     """Stop a process, all of its threads."""
     os.kill(pid, signal.SIGSTOP)
@@ -70,7 +60,7 @@ class Master:
     def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "master.log"
-        self.port, http_port = free_ports(2)
+        self.port, http_port = free_port(), free_port()
         self.http = f"127.0.0.1:{http_port}"
         self._command = [
             program("mooncake_master"),

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,34 +14,17 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kvtiers.testing.ports import free_port
+
 INSTALL = "install it with: sudo apt-get install"
 PACKAGES = {"redis-server": "redis-server", "redis-sentinel": "redis-sentinel", "openssl": "openssl"}
 PATIENCE = 60.0
-_FIRST_PORT, _BUS = 10_000, 10_000
-_given_ports: set[int] = set()
-"""Two servers of one port would both seem to be there: the first one answers for the other."""
 
 
 def program(name: str) -> str:
     found = shutil.which(name)
     assert found, f"{name!r} is missing; {INSTALL} {PACKAGES[name]}"
     return found
-
-
-def free_port() -> int:
-    """Return a free port, that no call has returned before, and that the system gives to no client.
-
-    The same holds for the port 10,000 above, which a Cluster's bus listens on.
-    """
-    given_to_clients = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = [port for port in range(_FIRST_PORT, given_to_clients - _BUS) if port not in _given_ports]
-    for port in random.sample(candidates, len(candidates)):
-        with socket.socket() as probe, socket.socket() as bus, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            bus.bind(("127.0.0.1", port + _BUS))
-            _given_ports.add(port)
-            return port
-    raise AssertionError(f"no free port from {_FIRST_PORT} to {given_to_clients - _BUS}")
 
 
 def wait_until(true, what: str, patience: float = PATIENCE) -> None:

@@ -6,7 +6,6 @@ Each runs as processes on free ports of this machine, ends with its owner, also 
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,13 +20,14 @@ from typing import Any, Self
 import boto3
 from botocore.config import Config
 
+from kvtiers.testing.ports import free_port
+
 __all__ = [
     "ACCESS_KEY",
     "SECRET_KEY",
     "Radosgw",
     "client_of",
     "delete_bucket",
-    "free_ports",
     "moto_server",
     "new_bucket",
     "trivial_server",
@@ -37,13 +37,6 @@ __all__ = [
 ACCESS_KEY, SECRET_KEY = "AKKV", "SKKV"
 _PATIENCE = 60.0
 _CEPH_PROGRAMS = {"ceph-mon": "ceph-mon", "ceph-osd": "ceph-osd", "radosgw": "radosgw"}
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def until(done: Callable[[], bool], what: str, process: "subprocess.Popen[bytes] | None" = None) -> None:
@@ -132,7 +125,7 @@ run_simple("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_bac
 @contextlib.contextmanager
 def moto_server() -> Iterator[str]:
     """Run moto's server; give its URL. It takes any credentials."""
-    [port] = free_ports(1)
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvmoto") as folder:
         process = start([sys.executable, "-c", _MOTO, str(port)], Path(folder, "log"))
         try:
@@ -145,7 +138,7 @@ def moto_server() -> Iterator[str]:
 @contextlib.contextmanager
 def trivial_server() -> Iterator[str]:
     """Run a server that keeps objects in memory and looks at nothing, in a process of its own; give its URL."""
-    [port] = free_ports(1)
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvs3") as folder:
         script = Path(__file__).with_name("trivial.py")
         process = start([sys.executable, str(script), str(port)], Path(folder, "log"))
@@ -168,7 +161,7 @@ class Radosgw:
             )
         self._folder = Path(tempfile.mkdtemp(prefix="kvceph"))  # short: it holds UNIX sockets
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ports = free_ports(3)
+        self._ports = [free_port() for _ in range(3)]
         self.endpoint = f"http://127.0.0.1:{self._ports[2]}"
 
     def __enter__(self) -> Self:

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 from libraries.objectstore.tests.checks import CheckTests, check_here, the_error
 from plugins.s3_tier.tests.differences import CLIENTS, S3
-from s3_servers import client_of, free_ports, new_bucket
+from s3_servers import client_of, new_bucket
 
+from kvtiers.testing.ports import free_port
 from kvtiers_objectstore.testing.proxy import Fault, refusal
 from kvtiers_s3.store import S3Store
 
@@ -122,7 +123,7 @@ def test_an_object_of_another_size_than_was_written(config, between, client):
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_port_at_which_no_server_listens(config, client):
-    [port] = free_ports(1)
+    port = free_port()
     text = the_error(config(client=client, endpoint=f"http://127.0.0.1:{port}"))
     assert "NoConnection: no server answers there; check endpoint" in text
 

@@ -11,8 +11,8 @@ import trustme
 from botocore.config import Config
 from libraries.objectstore.tests.checks import check_here, refused, the_error
 from plugins.s3_tier.tests.differences import CLIENTS
-from s3_servers import free_ports
 
+from kvtiers.testing.ports import free_port
 from kvtiers_objectstore.requests import Requests
 from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
 from kvtiers_s3.config import S3Config
@@ -201,7 +201,7 @@ def test_a_refusal_by_the_proxy_is_named_as_the_proxys(
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_proxy_that_does_not_answer_is_named(moto_config, environment, client):
-    [port] = free_ports(1)
+    port = free_port()
     environment(HTTP_PROXY=f"http://127.0.0.1:{port}")
     text = the_error(moto_config(client=client))
     assert (
@@ -257,7 +257,7 @@ def test_certificates_that_cannot_be_read_are_named_with_what_names_them(moto_co
     said = refused(S3Store, moto_config(endpoint="https://127.0.0.1:1"))
     assert f"{by} '{tmp_path}/absent.pem' cannot be read: No such file" in said
     if by != "SSL_CERT_FILE":  # without which obstore makes no client
-        [port] = free_ports(1)
+        port = free_port()
         assert "NoConnection" in refused(S3Store, moto_config(endpoint=f"http://127.0.0.1:{port}"))  # nothing to trust
 
 

@@ -1,7 +1,6 @@
 """KV events of a whole engine: what a subscriber gets of each thing that happens to a chunk."""
 
 import json
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from kvtiers.config import EventsConfig
 from kvtiers.kv_events.naming import GroupFacts
 from kvtiers.kv_events.publisher import EventPublisher
 from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.testing.ports import free_port
 from kvtiers.tiering.command_queue import Command
 from kvtiers.types import ChunkBlocks, OffloadEvent
 
@@ -189,9 +189,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("kind", ["tcp", "abstract"])
 def test_a_killed_engine_leaves_nothing_and_the_next_one_has_its_endpoints(kind, tmp_path):
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     endpoints = (
         {"endpoint": f"tcp://127.0.0.1:{port}", "bind": True, "replay_endpoint": None}
         if kind == "tcp"
@@ -264,9 +262,7 @@ def test_the_example_s_subscriber_sees_a_gap_and_asks_again_or_starts_over(start
 
 def test_the_example_s_subscriber_starts_over_with_an_engine_that_was_started_again(keys):
     example = the_example()
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     config = EventsConfig(endpoint=f"tcp://127.0.0.1:{port}", bind=True, replay_endpoint="tcp://127.0.0.1:0")
     subscriber, index = example.Subscriber(config.endpoint, "tcp://127.0.0.1:1"), example.Index()
     for name in "ab":

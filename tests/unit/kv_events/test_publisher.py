@@ -1,7 +1,6 @@
 """The publisher over real sockets: order, numbers, replays, and everything that a subscriber or an endpoint may do."""
 
 import contextlib
-import socket
 import threading
 
 import pytest
@@ -14,6 +13,7 @@ from kvtiers.kv_events.naming import GroupFacts
 from kvtiers.kv_events.publisher import EventPublisher
 from kvtiers.kv_events.sockets import EventSockets
 from kvtiers.kv_events.wire import END_OF_REPLAY
+from kvtiers.testing.ports import free_port
 from kvtiers.types import ChunkBlocks, OffloadEvent
 
 GROUPS = [GroupFacts(0, 4, "full_attention")]
@@ -275,9 +275,7 @@ def test_an_endpoint_that_cannot_be_had_is_one_line_that_names_it(opened, caplog
 
 def test_a_replay_endpoint_that_is_taken_leaves_the_first_socket_free(opened):
     first = opened()
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     second = opened(endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=first.report()["replay_endpoint"])
     assert second.report()["error"]
     assert not opened(endpoint=f"tcp://127.0.0.1:{port}").report()["error"]
@@ -285,12 +283,10 @@ def test_a_replay_endpoint_that_is_taken_leaves_the_first_socket_free(opened):
 
 def _free_pair():
     """Return a port that is free, as is the next one."""
-    while True:
-        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            other.bind(("127.0.0.1", port + 1))
-            return port
+    port, following = free_port(), free_port()
+    while following != port + 1:
+        port, following = following, free_port()
+    return port
 
 
 def test_data_parallel_ranks_have_ports_of_their_own_as_in_vllm(opened, subscribed):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from kvtiers.api import make_offload_key
 from kvtiers.config import EventsConfig, load_config
 from kvtiers.kv_events.naming import GroupFacts
 from kvtiers.kv_events.publisher import EventPublisher
+from kvtiers.testing.ports import free_port
 from kvtiers.types import ChunkBlocks, OffloadEvent
 
 from .engines import PATIENCE, wait_until
@@ -35,12 +35,6 @@ TIERS = [
     {"type": "fs", "path": "/var/cache/kvtiers", "capacity": "1GiB"},
     {"type": "s3", "bucket": "bucket", "region": "us-east-1"},
 ]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Indexer:

@@ -1,6 +1,5 @@
 """KV events, decoded with vLLM's own classes, of kvtiers' publisher and of vLLM's: what a router makes of them."""
 
-import socket
 import subprocess
 import sys
 import warnings
@@ -16,6 +15,7 @@ from kvtiers.config import load_config
 from kvtiers.kv_events.naming import EventNaming
 from kvtiers.kv_events.wire import Wire
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.testing.ports import free_port
 from kvtiers.types import ChunkBlocks, OffloadEvent
 
 from .conftest import PROMPTS
@@ -75,16 +75,6 @@ class Router:
         self._context.destroy(linger=0)
 
 
-def ports(count):
-    reserved = [socket.socket() for _ in range(count)]
-    for each in reserved:
-        each.bind(("127.0.0.1", 0))
-    found = [each.getsockname()[1] for each in reserved]
-    for each in reserved:
-        each.close()
-    return found
-
-
 def index(events, medium):
     """What these events say of each block in a medium: parent, tokens, adapter, and what else is hashed."""
     blocks = {}
@@ -127,7 +117,7 @@ def routers():
 def test_a_router_finds_the_blocks_of_the_gpu_in_the_primary_and_the_tier(
     start, model, tmp_path, routers, blocks_per_chunk
 ):
-    mine, mine_replay, vllms, vllms_replay = ports(4)
+    mine, mine_replay, vllms, vllms_replay = (free_port() for _ in range(4))
     events = {"endpoint": f"tcp://*:{mine}", "replay_endpoint": f"tcp://*:{mine_replay}", "topic": "kv@pod@tiny"}
     config = whole_stack(fs(tmp_path / "store"), options={"events": events}, blocks_per_chunk=blocks_per_chunk)
     own = KVEventsConfig(
