@@ -279,7 +279,7 @@ def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folde
     store.write(name, value(1))
     folder.settle(store)
     monkeypatch.setattr("kvtiers_fs.quota._REPORT_SECONDS", 0.1)
-    monkeypatch.setattr("kvtiers_fs.quota._REFUSE_SECONDS", DAY)
+    monkeypatch.setattr("kvtiers_fs.quota._REFUSALS", DAY)
     waits, wait_for = [], store._ledger._changed.wait_for
     monkeypatch.setattr(store._ledger._changed, "wait_for", lambda *of: waits.append(of) or wait_for(*of))
     with (folder.path / ".usage").open() as holder:

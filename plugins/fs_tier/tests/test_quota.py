@@ -18,6 +18,12 @@ def ledger(capacity=128 * MIB, known=0):
     return made, woken
 
 
+@pytest.fixture
+def hasty(monkeypatch):
+    """Writes that wait for a report for a moment only."""
+    monkeypatch.setattr("kvtiers_fs.quota._REPORT_SECONDS", 0.01)
+
+
 def write(made, shard, nbytes):
     made.claim(nbytes)
     try:
@@ -51,6 +57,7 @@ def test_shards_that_were_never_counted_are_taken_to_be_as_full_as_the_others():
     assert Index().total() == (0, 0)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_process_writes_no_more_than_a_step_without_a_report():
     made, woken = ledger()
     write(made, 1, MIB // 2)
@@ -70,7 +77,6 @@ def test_a_write_that_lacks_a_report_alone_waits_longer_than_for_room_and_is_not
     with pytest.raises(NotKept, match="are not reported to other processes yet") as refused:
         made.claim(1)
     assert not refused.value.full
-    monkeypatch.setattr("kvtiers_fs.quota._REFUSE_SECONDS", 0.0)
     full, _ = ledger(known=128 * MIB)
     monkeypatch.setattr(full._changed, "wait_for", lambda _fits, seconds: waits.append(seconds))
     with pytest.raises(NotKept, match="no room: 128MiB of 128MiB are in use") as refused:
@@ -79,6 +85,7 @@ def test_a_write_that_lacks_a_report_alone_waits_longer_than_for_room_and_is_not
     assert waits[0] > waits[1]
 
 
+@pytest.mark.usefixtures("hasty")
 def test_one_value_is_always_written_however_large_beside_the_step():
     made, _ = ledger()
     write(made, 1, 100 * MIB)
@@ -86,6 +93,7 @@ def test_one_value_is_always_written_however_large_beside_the_step():
         made.claim(1)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_writes_that_are_in_flight_count():
     made, _ = ledger()
     made.claim(MIB - 1)
@@ -105,7 +113,7 @@ def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(mon
         return wait_for(fits, 60.0 if len(waits) == 1 else 0.0)
 
     monkeypatch.setattr(made._changed, "wait_for", wait)
-    monkeypatch.setattr("kvtiers_fs.quota._REFUSE_SECONDS", HOUR)
+    monkeypatch.setattr("kvtiers_fs.quota._REFUSALS", 100 * HOUR)
     writer = threading.Thread(target=made.claim, args=[MIB])
     writer.start()
     while not waits:

@@ -35,8 +35,8 @@ _SHARD = struct.Struct("<qqd")
 _BYTES = _HEAD.size + SHARDS * _SHARD.size + 4
 _STEPS = 128
 _WAIT_SECONDS = 0.25  # for room
-_REPORT_SECONDS = 1.0  # for a report: the evictor is at most a round away, more on a busy machine
-_REFUSE_SECONDS = 1.0
+_REPORT_SECONDS = 5.0  # for a report: a round away, but for a disk or a machine that is busy for seconds
+_REFUSALS = 4  # times as long as a wait in vain, the next writes are refused at once: threads that wait do not read
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -205,8 +205,7 @@ class Ledger:
             patience = _REPORT_SECONDS if self._has_room(nbytes) else _WAIT_SECONDS
             if self._changed.wait_for(lambda: self._fits(nbytes), patience):
                 return
-            # The next ones are refused at once: threads that wait here do not read.
-            self._refuse_until = time.monotonic() + _REFUSE_SECONDS
+            self._refuse_until = time.monotonic() + _REFUSALS * patience
         if self._has_room(nbytes):
             behind = "the lock on .usage is another process's, or the disk or the machine is too busy for the report"
             raise NotKept(f"earlier writes are not reported to other processes yet: {behind}", full=False)
