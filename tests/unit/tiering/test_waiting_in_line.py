@@ -46,6 +46,17 @@ def test_a_request_that_ends_before_its_turn_waits_for_the_gpu_no_longer():
     assert bench.lookup(KEYS, bench.request()) == (0, 0, False)
 
 
+@pytest.mark.parametrize("computed", [0, 48])
+def test_a_request_of_which_nothing_can_be_looked_up_is_before_the_others_and_no_longer_behind_them(computed):
+    bench = roomy()
+    bench.manager.on_new_request(short := RequestContext("short"), 100)
+    assert bench.manager._waits.gpu.waiting == 100
+    for _ in range(2):
+        assert bench.manager.reach((), short, computed) == (0, 0, False)
+    assert bench.manager._waits.gpu.waiting == 0
+    assert bench.manager._waits.gpu.ahead == 100 - computed
+
+
 def test_a_request_stands_in_line_while_other_loads_have_the_tiers_rows_and_is_loaded_then():
     options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
     bench = Bench(rows=64, options=options, hold=True)

@@ -61,12 +61,11 @@ class Residency:
     ) -> Reach:
         """Return how much of a prompt behind its first ``computed`` tokens can be loaded, no further than ``end``."""
         groups = self._groups(prompt)
-        if not groups:
-            return _NOTHING
-        known = _known_tokens(groups)
+        known = _known_tokens(groups) if groups else 0
         end = known if end is None else min(end, known)
         if end <= computed:
             self._waits.taken_up(state)
+            self._waits.computes(state, state.prompt_tokens - computed)
             return _NOTHING
         question = computed, end, groups[0].keys[-(-end // groups[0].tokens) - 1], len(groups)
         if (answer := state.answer) is not None and answer.question == question and self._stands(answer, state):

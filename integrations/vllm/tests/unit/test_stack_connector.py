@@ -139,6 +139,23 @@ def test_a_step_is_recorded_with_the_mean_position_of_what_it_computes(module):
     assert begun == [(300, 2, (200 * (64 + 100) + 100 * (4000 + 50)) / 300)]
 
 
+@pytest.mark.parametrize(("reads_cache", "end"), [(True, 96), (False, 32)])
+def test_of_a_request_that_wants_its_prompts_probabilities_nothing_is_looked_up(module, reads_cache, end):
+    asked = []
+    manager = SimpleNamespace(
+        requests=SimpleNamespace(has_local_prefix=lambda *_: None, holds_back=lambda _: False),
+        pass_is_over=lambda: False,
+        waits=lambda *arguments: asked.append(arguments),
+    )
+    connector = module.KvtiersConnector(engine_config(kvtiers_config="tiers.yaml"), "role", "cache")
+    status = SimpleNamespace(transfer_jobs=(), req_context="context")
+    config = SimpleNamespace(kv_group_configs=[SimpleNamespace(sliding_window_size_in_chunks=None)])
+    connector.connector_scheduler = SimpleNamespace(manager=manager, _req_status={"r": status}, config=config)
+    request = SimpleNamespace(request_id="r", num_tokens=96, skip_reading_prefix_cache=not reads_cache)
+    assert not connector._holds_back(request, 32)
+    assert asked == [("context", 32, end)]
+
+
 @pytest.mark.parametrize(
     ("interval", "groups", "stored"),
     [

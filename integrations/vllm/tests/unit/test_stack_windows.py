@@ -45,7 +45,7 @@ class Engine:
         shown = SimpleNamespace(request_id="r", block_hashes=self.hashes, lora_request=None, cache_salt=None)
         self.manager.requests.show(shown)
         request = self.manager.requests.open("r", None)
-        self.bench.manager.on_new_request(request.context)
+        self.bench.manager.on_new_request(request.context, 16 * chunks)
         self.request, self.context = request, SimpleNamespace(req_id="r")
 
     def key(self, group, place):
@@ -134,6 +134,18 @@ def test_a_prompt_is_one_question_and_vllm_looks_up_no_more_than_is_loaded(engin
     assert played.looked == 2 * len(wanted), "twice here"
     assert played.bench.figures()["lookups"] == 264
     assert [sorted(job.keys) for job in played.tier.loads] == [sorted(wanted)]
+
+
+@pytest.mark.parametrize("why", ["vLLM computes it all", "no keys", "its load failed"])
+def test_a_request_that_loads_nothing_waits_for_the_gpu_no_longer(engine, why):
+    played = engine(64)
+    played.bench.step(prefill_tokens=1000, prefill_seconds=1.0)
+    gpu = played.bench.manager._waits.gpu
+    assert gpu.waiting == 1024
+    played.request.out, played.request.load_failed = why == "no keys", why == "its load failed"
+    assert not played.manager.waits(played.context, 16, 16 if why == "vLLM computes it all" else 1024)
+    assert (gpu.waiting, gpu.ahead) == (0, 1008)
+    assert not played.tier.asked
 
 
 def test_of_a_window_that_is_there_in_part_nothing_is_loaded(engine):

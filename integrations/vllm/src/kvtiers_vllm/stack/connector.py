@@ -149,9 +149,11 @@ class KvtiersConnector(OffloadingConnector):
         if manager.requests.holds_back(request.request_id) or manager.pass_is_over():
             return True
         status = self.connector_scheduler._req_status[request.request_id]  # noqa: SLF001 -- vLLM shows it to no connector
-        if status.transfer_jobs or request.skip_reading_prefix_cache:
+        if status.transfer_jobs:
             return False
-        end = _last_token(self.connector_scheduler, status, request.num_tokens, computed)
+        end = computed  # vLLM computes all of it, for the probabilities of its tokens
+        if not request.skip_reading_prefix_cache:
+            end = _last_token(self.connector_scheduler, status, request.num_tokens, computed)
         return bool(manager.waits(status.req_context, computed, end))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -171,7 +171,11 @@ class KvtiersManager(OffloadingManager):
         self._answered_for, self._answers = req_context, set()
         request = self.requests.get(req_context.req_id)
         keys = None if request is None or request.load_failed else request.keys
-        if request is None or keys is None:
+        if request is None:
+            return False
+        if keys is None or end <= computed:  # it is computed, and waits for the GPU no longer
+            with self._manager.lock:
+                self._manager.reach((), request.context, computed)
             return False
         groups = keys.groups()
         reach = self._ask(groups, request, computed, end)
