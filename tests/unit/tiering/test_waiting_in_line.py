@@ -1,6 +1,10 @@
 """The GPU's queue before a request, and the line for a tier's rows."""
 
+import itertools
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.load_or_recompute import LATE
@@ -75,6 +79,21 @@ def test_a_request_stands_in_line_while_other_loads_have_the_tiers_rows_and_is_l
     assert bench.figures("a")["budget_misses"] == 0
 
 
+def test_a_request_in_line_notices_that_its_chunks_have_come():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
+    bench = Bench(rows=64, options=options, hold=True)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 0.1)
+    first, second = chain("first", 16), chain("second", 16)
+    bench.tier["a"].put(first + second)
+    bench.lookup(first, bench.request())
+    ctx = bench.request()
+    assert bench.lookup(second, ctx) == (0, 0, True)
+    bench.manager.complete_store(bench.begin_store(second))
+    bench.step(0.001)
+    assert bench.lookup(second, ctx) == (16, 0, False)
+
+
 def test_a_request_in_line_gets_what_is_missing_when_its_turn_comes():
     options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
     bench = Bench(rows=64, options=options, hold=True)
@@ -147,3 +166,53 @@ def test_a_request_goes_over_to_computing_when_the_tier_has_become_slower_before
     assert bench.lookup(keys, ctx) == (0, 0, False)
     assert bench.figures()["recomputed_cheaper"] == bench.figures("a")["recomputed_cheaper"] == 64
     assert bench.figures()["wait_expired"] == 0
+
+
+@settings(max_examples=15)
+@given(
+    large=st.integers(9, 40),
+    small=st.integers(1, 8),
+    others=st.integers(0, 5),
+    speed=st.sampled_from([1.2, 5.0, 20.0]),
+    windows=st.booleans(),
+)
+def test_behind_smaller_loads_that_never_end_a_large_one_waits_no_longer_than_computing_takes(
+    large, small, others, speed, windows
+):
+    """It may be larger than the tier's rows, which it then gets part by part; each time others may have them."""
+    groups = 2 if windows else 1
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.0625, all_tiers=0.5)
+    bench = Bench(256, {"a": {}}, (16,) * groups, options, hold=True, windows=(0, 2)[:groups])
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 / speed)
+    tier, names = bench.tier["a"], itertools.count()
+
+    def ask_for(chunks):
+        prompt = [chain(f"p{next(names)}-", chunks, group) for group in range(groups)]
+        for keys in prompt:
+            tier.put(keys)
+        return bench.request(), prompt
+
+    smaller, own, ends, free_at, most_ahead = [], None, {}, 0.0, 0.0
+    for step in range(2000):
+        smaller += [ask_for(small) for _ in range(others - len(smaller))]
+        if step == 2:
+            own, began = ask_for(large), bench.clock.now
+        for ctx, prompt in [*smaller[:1], *([own] if own else []), *smaller[1:]]:
+            most_ahead = max(most_ahead, bench.manager._waits.gpu.ahead)
+            _, pending, unresolved = bench.reach(prompt, ctx)
+            if not pending and not unresolved:
+                if (ctx, prompt) == own:
+                    tokens = 16 * large + most_ahead
+                    assert bench.clock.now - began <= LATE * (2 * tokens + 16 * 16) * 0.001 + 0.01
+                    return
+                smaller.remove((ctx, prompt))
+                bench.manager.on_request_finished(ctx)
+        bench.step(0.004)
+        for number, held in list(tier.held.items()):
+            if number not in ends:
+                free_at = max(free_at, bench.clock.now) + len(held.job.keys) * 16 * 0.001 / speed
+                ends[number] = free_at
+            if ends[number] <= bench.clock.now:
+                tier.end(number)
+    raise AssertionError("it waits for ever")

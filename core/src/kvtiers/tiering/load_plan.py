@@ -97,8 +97,8 @@ class Answer(NamedTuple):
 
     In general: the primary's ``changes`` are the same. Where nothing was found: no boundary could be used without the
     chunks in ``missing``, and neither the primary nor a tier has got one of them. In line for rows: ``slot`` may not
-    have ``chunks`` rows yet, and to load these, of ``total`` chunks for ``tokens`` tokens, is still sooner than
-    computing.
+    have ``chunks`` rows yet, to load these, of ``total`` chunks for ``tokens`` tokens, is still sooner than computing,
+    and the last of them, which is ``missing``, has not come by another way.
     """
 
     question: tuple[object, ...]

@@ -130,6 +130,7 @@ class Residency:
             return answer.changes == self._primary.changes and not (waits and self._waits.load_over(state, 0))
         return (
             slot.available()
+            and self._primary.lacks_all(answer.missing)
             and slot.metrics.loading_chunks > 0
             and self._budget.room(slot) < answer.chunks
             and not (self._waits.load_over(state, 0) if answer.reach.pending else self._waits.line_over(state, 0))
@@ -304,9 +305,10 @@ class Residency:
                 self._give_up(plan, state)
             return None
         reach = Reach(ready, pending, unresolved=True)
-        wanted, total = self._wanted(plan.shares[slot]), plan.total
+        share, total = plan.shares[slot], plan.total
+        last, wanted = share.keys[-1:], self._wanted(share)
         state.plan = plan
-        state.answer = Answer(plan.question, reach, self._primary.changes, (), slot, wanted, plan.tokens, total)
+        state.answer = Answer(plan.question, reach, self._primary.changes, last, slot, wanted, plan.tokens, total)
         return reach
 
     @staticmethod
