@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
+
 
 def await_nothing_left(machine, engine_id, hosts):
     for pid in hosts:
@@ -247,7 +249,7 @@ def test_ctrl_c_reaches_the_engine_alone_which_still_brings_its_stores_down(part
         "        os.killpg(os.getpid(), signal.SIGINT)\n"
         "        while True: time.sleep(0.01)\n"
         "    except KeyboardInterrupt:\n"
-        "        engine.close()\n"
+        "        engine.close(60)\n"
         "        return 'closed'\n"
         "None"
     )
@@ -368,14 +370,14 @@ def test_many_engines_one_after_the_other_leave_no_thread_and_no_descriptor(star
     first = start(tier)
     first.until_available()
     first.close()
-    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
     for _ in range(3):
         engine = start(tier)
         engine.until_available()
         engine.store(machine.keys(0, 4))
         engine.close()
-    machine.wait_until(lambda: threading.active_count() <= threads, "the end of the last thread")
-    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
+    assert threads_left_since(threads, patience=machine.PATIENCE) == []
+    assert descriptors_left_since(descriptors, patience=machine.PATIENCE) == []
 
 
 def test_a_start_that_fails_leaves_no_host(faulty, machine):
