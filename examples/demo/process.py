@@ -87,7 +87,7 @@ class EngineProcess:
         steps = [Step(seconds, computing, tuple(map(tuple, work))) for seconds, computing, work in heard.pop("steps")]
         return Answer(**heard, steps=steps)
 
-    def settle(self, seconds: float = 30.0) -> bool:
+    def settle(self, seconds: float = 60.0) -> bool:
         """Let it step until nothing is in flight; False: it still is, after so many seconds."""
         self._send({"settle": seconds})
         return bool(self._hear()["settled"])

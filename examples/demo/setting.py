@@ -101,8 +101,8 @@ class Setting:
             "primary": {"capacity": self.capacity(documents)},
             "secondary": [{"exists_ttl": "1s", **tier} for tier in tiers],
             # Longer than the defaults, so that a busy machine does not turn a hit into a miss.
-            "lookup_wait": "1s",
-            "load_wait": "5s",
+            "lookup_wait": "10s",
+            "load_wait": "60s",
             # Shares for many rows; here a document is a third of them.
             "budgets": {"store_reserve": 0.02, "all_tiers": 0.9, "one_tier": 0.9, "protected": 0.08},
         }

@@ -36,7 +36,7 @@ def it_pays(setting: Setting) -> str:
             prompt = setting.prompt(document, number)
             one = plain.ask(prompt, setting.new_tokens)
             other = tiered.ask(prompt, setting.new_tokens, **tiers)
-            expect(tiered.settle(), "the tiers were still busy 30 s after a question")
+            expect(tiered.settle(), "the tiers were still busy a minute after a question")
             gain, same = one.first_token / other.first_token, one.tokens == other.tokens
             computed = f"{len(prompt) - other.saved:,} of {len(prompt):,}"
             table.row(

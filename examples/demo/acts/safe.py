@@ -84,7 +84,7 @@ class _Act:
         options = self._setting.engine(config, check_seals=check)
         with EngineProcess(self._setting.folder, f"run-{self._runs}", options) as engine:
             answer = engine.ask(self._prompt, self._setting.new_tokens)
-            expect(engine.settle(), "the tier was still busy 30 s after a question")
+            expect(engine.settle(), "the tier was still busy a minute after a question")
             return answer, int(engine.stats()["tiers"]["fs"]["own"]["seal_failures"])
 
     def _row(self, values: str, check: str, answer: Answer, found: int, verdict: str, *, good: bool = True) -> None:

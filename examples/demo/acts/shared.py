@@ -42,7 +42,7 @@ class _Act:
         self._known[document] = answer.tokens
         self._row(name, engine, document, answer, "")
         expect(not answer.saved, f"document {document} was known already: {answer.origin}")
-        expect(engine.settle(), "the tier was still busy 30 s after a question")
+        expect(engine.settle(), "the tier was still busy a minute after a question")
 
     def find(self, name: str, engine: EngineProcess, document: int) -> None:
         """Ask about a document that the other engine has stored."""
