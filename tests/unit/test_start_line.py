@@ -18,12 +18,13 @@ WRONG = {**MEMORY, "capacity": "1KiB", "name": "wrong", "breaker": {"delay": "60
 
 
 @pytest.fixture
-def lines(caplog):
-    """Wait until a line with this text is logged, and return all lines."""
+def lines(caplog, monkeypatch):
+    """Wait until a line with this text is logged, and return all lines; tiers have as long as a busy machine needs."""
     caplog.set_level(logging.INFO, logger="kvtiers")
+    monkeypatch.setattr("kvtiers.start_line._SAY_WITHIN", 100.0)
 
     def lines(text):
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not any(text in record.getMessage() for record in caplog.records):
             assert time.monotonic() < until, f"no line says {text!r}"
             time.sleep(0.01)
