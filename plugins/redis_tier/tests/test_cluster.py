@@ -234,7 +234,7 @@ def test_a_server_that_is_no_cluster_is_said_so(tier, single):
 
 def test_nodes_that_hang_cost_a_call_its_timeout_once_and_the_others_are_read(tier, start, names):
     cluster = start(Cluster)
-    store = tier.open(cluster.url, topology="cluster", timeout="6s", connect_timeout="1s")
+    store = tier.open(cluster.url, topology="cluster", timeout="8s", connect_timeout="1s")
     many = names(60)
     assert all(write_all(store, many))
     hung = cluster.masters[:2]
@@ -244,7 +244,7 @@ def test_nodes_that_hang_cost_a_call_its_timeout_once_and_the_others_are_read(ti
     try:
         begin = time.monotonic()
         assert read_all(store, many) == there
-        assert 5.9 < time.monotonic() - begin < 11, "two timeouts are 12 s"
+        assert 7.9 < time.monotonic() - begin < 16, "two timeouts are 16 s"
     finally:
         for node in hung:
             node.resume()
