@@ -8,6 +8,7 @@ up again in each scheduling pass until the answers are there.
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def main() -> None:
     for goal in found["goals"]:
         print(f"{'met   ' if goal['met'] else 'MISSED'} {goal['name']}: {goal['value']:.4g} (goal {goal['goal']:.4g})")
     print(f"missed goals: {'; '.join(missed) or 'none'}")
+    sys.exit(bool(missed))
 
 
 if __name__ == "__main__":
