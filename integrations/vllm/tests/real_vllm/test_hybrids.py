@@ -4,13 +4,17 @@ In each the prompts are longer than the windows, are computed, had back from the
 from vLLM's own prefix cache with a tail from the tier.
 """
 
+import pytest
+
 from .conftest import PROMPTS, WHOLE
-from .models import make_adapter, make_draft, make_state_model, make_window_model
+from .models import make_adapter, make_draft, make_prompt, make_state_model, make_window_model
 from .ways import fs, whole_stack
 
 FIRST, _ = PROMPTS
 STATE_BLOCK = 288
 """Tokens in a block of the model with states: vLLM makes a block as large as a state."""
+STATES = {"mamba_cache_mode": "align", "enable_prefix_caching": True, "dtype": "bfloat16"}
+"""vLLM's kernels need the type."""
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
@@ -53,13 +57,27 @@ def test_five_layers_of_six_with_a_window_and_an_adapter_over_them(start, tmp_pa
 
 def test_layers_that_keep_a_state_in_the_place_of_kv(start, tmp_path):
     model = make_state_model(tmp_path / "tiny", seed=0)
-    options = {
-        "mamba_cache_mode": "align",
-        "enable_prefix_caching": True,
-        "dtype": "bfloat16",
-    }  # vLLM's kernels need it
-    (found,) = play(start, model, whole_stack(fs(tmp_path / "store")), **options)
+    (found,) = play(start, model, whole_stack(fs(tmp_path / "store")), **STATES)
     assert found == [len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("interval", "found"), [(0, 0), (2 * STATE_BLOCK, 2 * STATE_BLOCK)])
+def test_a_state_within_a_prompt_is_stored_where_vllm_keeps_it(start, tmp_path, interval, found):
+    """By default vLLM keeps that of a prompt's end, which no other prompt shares, and shows a connector no other."""
+    model = make_state_model(tmp_path / "tiny", seed=0)
+    share = {"max_num_batched_tokens": 2 * STATE_BLOCK + 100, "prefix_cache_retention_interval": interval}
+    config, prompt = whole_stack(fs(tmp_path / "store")), make_prompt(5, 5 * STATE_BLOCK + 9)
+    other = prompt[: 3 * STATE_BLOCK + 9] + make_prompt(6, STATE_BLOCK)
+    first = start(model, config, **STATES, **share)
+    first.generate(prompt)
+    first.settle()
+    first.shutdown()
+    second = start(model, config, **STATES, **share)
+    tokens, cached = second.generate(other)
+    second.shutdown()
+    plain = start(model, **STATES, **share)
+    assert (tokens, cached) == (plain.generate(other)[0], [found])
+    plain.shutdown()
 
 
 def test_tokens_beside_a_draft_model_are_those_without_kvtiers(start, model, tmp_path):
