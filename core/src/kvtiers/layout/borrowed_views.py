@@ -99,6 +99,11 @@ class LentValues:
     __slots__ = ("_loans", "views")
 
     def __init__(self, values: Sequence[Sequence[Place]], *, readonly: bool) -> None:
+        if len(values) == 1 and len(values[0]) == 1:  # as of most stores: a value a call, in its row
+            memory, offset, nbytes = values[0][0]
+            self._loans = [Loan(memory, [(offset, nbytes)], readonly=readonly)]
+            self.views = [[*self._loans[0].views]]
+            return
         memories: dict[int, tuple[memoryview, list[tuple[int, int]]]] = {}
         for places in values:
             for memory, offset, nbytes in places:
