@@ -1,6 +1,7 @@
 """Every command line that documents and ``--help`` print is accepted as printed, and run where that is cheap.
 
-``bench`` and ``warm`` have tests of their own. ``ctl`` commands an engine of the test's: this machine may have others.
+``bench``, ``metrics`` and ``warm`` have tests of their own. ``ctl`` commands an engine of the test's: this
+machine may have others.
 """
 
 import gzip
@@ -28,15 +29,29 @@ DOCUMENTS = sorted(
     chain(ROOT.glob("*.md"), ROOT.glob("docs/*.md"), *(ROOT.glob(f"{each}/*.md") for each in ("core", "replay")),
           ROOT.glob("plugins/*/*.md"), ROOT.glob("integrations/*/*.md"))
 )  # fmt: skip
-RUN = ("check", "evaluate", "plan", "replay", "size", "store", "tiers")
-TO_AN_ENGINE = ("ctl",)
-PARSED = ("completion", "metrics", "new-tier", "report", "status", "top", "vllm-config", "warm")
+RUN = ("check", "completion", "evaluate", "new-tier", "plan", "replay", "report", "size", "store", "tiers",
+       "vllm-config")  # fmt: skip
+TO_AN_ENGINE = ("ctl", "status", "top")
+PARSED = ("metrics", "warm")  # the one serves until it is interrupted, the other waits for workers
 ALL = RUN + TO_AN_ENGINE + PARSED
 SAYS_NO = {
     "store rekey": "has no two live keys",  # which the reader has who prints it
 }
 FENCED = re.compile(r"^```(?:sh|bash|console|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(kvtiers [^`\n]+)`")
+OPTIONS = re.compile(r"`(--[a-z][^`\n]*)`")
+OF_OTHERS = {
+    "vLLM": "--kv-cache-dtype --kv-events-config --kv-offloading-size --kv-transfer-config --log-level --max-log-len "
+    "--otlp-traces-endpoint --prefix-cache-retention-interval --shutdown-timeout --tensor-parallel-size",
+    "SGLang": "--dtype --enable-hierarchical-cache --hicache-mem-layout --hicache-ratio --hicache-storage-backend "
+    "--hicache-storage-backend-extra-config --hicache-storage-prefetch-policy --hicache-write-policy --lora-paths "
+    "--model-impl --page-size --quantization",
+    "LMCache": "--l2-adapter --shm-name",
+    "Mooncake": "--enable_multi_tenants --enable_offload=true --metrics_port",
+    "pip": "--extra-index-url",
+    "programs of this repository": "--delays --device --folder --path --quick --random",
+}
+"""Options that documents name and that are not kvtiers' own."""
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(kvtiers (?:" + "|".join(map(re.escape, ALL)) + r")\b.*)$")
 # Words that stand for something of the reader's own.
 STANDS_FOR = {"TIER": "fs", "NAME": "some", "PID": "1", "5c1a...": "5c1a", "disk": "fs",
@@ -189,7 +204,7 @@ def accepted(line):
 def run(line, arguments):
     """Run a printed line, which is to succeed."""
     place, is_block = CASES[line]
-    done = CliRunner().invoke(cli, arguments, prog_name="kvtiers")
+    done = CliRunner().invoke(cli, arguments, input="y\n", prog_name="kvtiers")  # a report asks
     if not is_block and "Usage: " in done.output:
         return  # such as 'kvtiers replay', which names the command
     # A plan's 1 says that a wish is out of reach, a check's that the machine lacks something.
@@ -214,9 +229,52 @@ def test_a_printed_command_to_an_engine_is_carried_out(line, request):
     if not arguments or arguments[-1] == "--help":
         return
     options = request.getfixturevalue("engine")
+    if arguments == ["top"]:
+        return  # it goes on until it is interrupted
     if "attach" in arguments:
         CliRunner().invoke(cli, ["ctl", "detach", "fs", *options])
-    run(line, arguments + options)
+    run(line, arguments + (options if arguments[0] != "top" else []))
+
+
+def leaves(command, context):
+    """Yield each command that has no subcommands, with its context."""
+    if not isinstance(command, click.Group):
+        yield command, context
+        return
+    for name in command.list_commands(context):
+        below = command.get_command(context, name)
+        yield from leaves(below, click.Context(below, info_name=name, parent=context))
+
+
+def takes(command, context, words):
+    """Return whether a command has these options, and takes their values; words in capitals stand for some value."""
+    try:
+        given, _, _ = command.make_parser(context).parse_args(list(words))
+        for option in command.params:
+            value = given.get(option.name)
+            if isinstance(value, str) and not re.fullmatch(r"[A-Z]+", value):
+                option.type_cast_value(context, value)
+    except click.UsageError:
+        return False
+    return True
+
+
+PROSE = {
+    options: str(path.relative_to(ROOT))
+    for path in DOCUMENTS
+    for options in OPTIONS.findall(FENCED.sub("", path.read_text(encoding="utf-8")))
+    if options.split()[0] not in chain(*(each.split() for each in OF_OTHERS.values()))
+}
+
+
+@pytest.mark.parametrize("options", PROSE, ids=id_of)
+def test_options_that_a_sentence_names_are_those_of_a_command_with_the_values_that_it_gives(options):
+    words = shlex.split(options)
+    commands = list(leaves(cli, click.Context(cli, info_name="kvtiers")))
+    # A mention of an option without its value, which parsing would miss, gets one.
+    assert any(
+        takes(command, context, words) or takes(command, context, [*words, "X"]) for command, context in commands
+    ), f"{PROSE[options]} names `{options}`, which no command takes"
 
 
 def test_the_command_lines_of_the_documents_are_found():
