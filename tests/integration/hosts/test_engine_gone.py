@@ -97,10 +97,12 @@ def test_a_host_that_has_not_armed_its_signal_ends_with_an_engine_that_is_killed
 ):
     """One that is stopped just after the engine's end has no parent whose end could reach it any more."""
     engine = party(**stopped_late)
+    engine.do("import kvtiers.secondary.supervisor as module; tied, tie = [], module.lifeline")
+    engine.do("module.lifeline = lambda process: (tie(process), tied.append(process.pid))[0]")
     engine.do(f"engine = Engine(*{two_tiers!r})")
     engine_id = engine.do("engine.manager.engine_id")
-    machine.wait_until(lambda: len(engine.hosts()) == 2, "its hosts")
-    hosts = engine.hosts()
+    machine.wait_until(lambda: len(engine.do("tied")) == 2, "the lifelines of both hosts")
+    hosts = engine.do("tied")
     engine.process.kill()
     await_nothing_left(machine, engine_id, hosts)
 
