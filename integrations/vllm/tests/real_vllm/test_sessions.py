@@ -1,10 +1,15 @@
 """Streaming-input sessions: a block is stored under the tokens that it was computed from, or not at all."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvtiers_vllm.releases import release_of
 
-from .engines import BLOCK
+from .engines import BLOCK, release_folder
 from .models import make_prompt
 from .ways import fs, tiers, whole_stack
 
@@ -62,3 +67,24 @@ def test_what_is_stored_of_a_session_is_the_kv_of_its_tokens_and_not_of_one_that
     engine.forget()
     assert engine.generate(computed, tokens=24, salt="computed")[0] == found
     engine.shutdown()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("KVTIERS_FOUND" not in os.environ, reason="KVTIERS_FOUND is not set")
+def test_what_a_stranger_found_is_mended(tmp_path):
+    """As it was written, but for its two controls: they say whether tiers are at fault, where tokens differ."""
+    text = (Path(os.environ["KVTIERS_FOUND"]) / "vllm_session_with_a_discarded_token.py").read_text()
+    for old, new in {
+        'ROOT / ".venv-vllm/releases"': f'Path("{release_folder("0.30.0").parent}")',
+        "for _ in range(2)": "for _ in range(0)",
+        "timeout=600": "timeout=1750",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    script = tmp_path / "session.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, script, "0.30.0"],
+        cwd=Path(__file__).parents[4], capture_output=True, text=True, timeout=1750, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
