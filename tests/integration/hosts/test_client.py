@@ -215,8 +215,8 @@ def test_a_first_tier_that_hangs_leaves_a_get_the_time_for_the_next_one(opened, 
 
 
 def test_a_store_that_hangs_for_good_costs_its_host_and_no_row(opened, faulty, gates, machine, log):
-    client = opened(faulty(deadline="200ms", grace="100ms", threads=1))
-    assert all(put(client, range(4)).stored)
+    client = opened(faulty(deadline="1s", grace="100ms", threads=1))
+    machine.wait_until(lambda: all(put(client, range(4)).stored), "values in time, on a busy machine")
     gates.set("read", "hang")
     assert get(client, range(4)) == 0
     machine.wait_until(lambda: client.stats()["free_bounce_rows"] == client.stats()["bounce_rows"], "the last row")
