@@ -33,7 +33,8 @@ class Folder:
         self.stores: list[FsStore] = []
 
     def open(self, capacity="1GiB", *, read_only=False, **options) -> FsStore:
-        config = FsConfig(type="fs", path=self.path, capacity=capacity, **{"min_free": 0, **options})
+        options = {"min_free": 0, "deadline": 4 * PATIENCE, **options}  # of which a call may wait a quarter for reports
+        config = FsConfig(type="fs", path=self.path, capacity=capacity, **options)
         self.stores.append(FsStore(config, read_only=read_only))
         return self.stores[-1]
 
@@ -138,8 +139,8 @@ def slab_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder whose writes wait for the evictor, and whose evictor's rounds take, as long as a busy machine needs."""
-    for waits in ("_WAIT_SECONDS", "_REPORT_SECONDS"):
-        monkeypatch.setattr(f"kvtiers_fs.quota.{waits}", PATIENCE)
+    monkeypatch.setattr("kvtiers_fs.quota._WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr("kvtiers_fs.store.REPORT_SECONDS", PATIENCE)
     monkeypatch.setattr("kvtiers_fs.evictor._ROUND_SECONDS", PATIENCE)
     monkeypatch.setattr("kvtiers_fs.store._CLOSE_SECONDS", PATIENCE)
     folder = Folder(tmp_path / "values")

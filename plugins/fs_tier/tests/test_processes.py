@@ -23,14 +23,15 @@ CAPACITY = 400 * PAGES * PAGE
 _WORKER = """
 import mmap, random, sys
 from kvtiers.api import NotKept
-from kvtiers_fs import quota
+from kvtiers_fs import quota, store as store_module
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 path, wait, *numbers = sys.argv[1:]
-quota._WAIT_SECONDS, quota._REPORT_SECONDS = float(wait), max(float(wait), quota._REPORT_SECONDS)
+quota._WAIT_SECONDS = float(wait)
+patience = store_module.REPORT_SECONDS = max(float(wait), store_module.REPORT_SECONDS)
 capacity, nbytes, seed, turns = map(int, numbers)
-store = FsStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0))
+store = FsStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0, deadline=4 * patience))
 choice = random.Random(seed)
 source, target = memoryview(mmap.mmap(-1, nbytes)), memoryview(mmap.mmap(-1, nbytes))
 names = [f"ns/model-{'0' * 24}/{number:064x}" for number in range(4000)]

@@ -12,20 +12,18 @@ MIB = 1 << 20
 HOUR = 3600.0
 
 
-def ledger(capacity=128 * MIB, known=0):
+def ledger(capacity=128 * MIB, known=0, patience=0.01):
     woken = []
-    made = Ledger(capacity, known, lambda: woken.append(1))
+    made = Ledger(capacity, known, lambda: woken.append(1), patience)
     return made, woken
 
 
-@pytest.fixture
-def hasty(monkeypatch):
-    """Writes that wait for a report for a moment only."""
-    monkeypatch.setattr("kvtiers_fs.quota._REPORT_SECONDS", 0.01)
+def claim(made, nbytes):
+    made.claim(nbytes, made.waits_until())
 
 
 def write(made, shard, nbytes):
-    made.claim(nbytes)
+    claim(made, nbytes)
     try:
         with made.changing(shard):
             made.count(shard, nbytes, 1)
@@ -57,51 +55,60 @@ def test_shards_that_were_never_counted_are_taken_to_be_as_full_as_the_others():
     assert Index().total() == (0, 0)
 
 
-@pytest.mark.usefixtures("hasty")
 def test_a_process_writes_no_more_than_a_step_without_a_report():
     made, woken = ledger()
     write(made, 1, MIB // 2)
     write(made, 2, MIB // 2)
     assert woken
     with pytest.raises(NotKept):
-        made.claim(1)
+        claim(made, 1)
     assert [made.take().nbytes[shard] for shard in (1,)] == [MIB // 2]
     write(made, 3, MIB)
 
 
 def test_a_write_that_lacks_a_report_alone_waits_longer_than_for_room_and_is_not_called_full(monkeypatch):
-    made, _ = ledger()
+    made, _ = ledger(patience=5.0)
     write(made, 1, MIB)
     waits = []
     monkeypatch.setattr(made._changed, "wait_for", lambda _fits, seconds: waits.append(seconds))
     with pytest.raises(NotKept, match="are not reported to other processes yet") as refused:
-        made.claim(1)
+        claim(made, 1)
     assert not refused.value.full
-    full, _ = ledger(known=128 * MIB)
+    full, _ = ledger(known=128 * MIB, patience=5.0)
     monkeypatch.setattr(full._changed, "wait_for", lambda _fits, seconds: waits.append(seconds))
     with pytest.raises(NotKept, match="no room: 128MiB of 128MiB are in use") as refused:
-        full.claim(1)
+        claim(full, 1)
     assert refused.value.full
     assert waits[0] > waits[1]
 
 
-@pytest.mark.usefixtures("hasty")
+def test_the_writes_of_one_call_wait_no_longer_than_one(monkeypatch):
+    made, _ = ledger(patience=5.0)
+    write(made, 1, MIB)
+    waits = []
+    monkeypatch.setattr(made._changed, "wait_for", lambda _fits, seconds: waits.append(seconds) or True)
+    until = made.waits_until()
+    made.claim(1, until)
+    made.claim(1, until - 5.0)
+    assert 0 < waits[0] <= 5.0
+    assert waits[1] == 0
+
+
 def test_one_value_is_always_written_however_large_beside_the_step():
     made, _ = ledger()
     write(made, 1, 100 * MIB)
     with pytest.raises(NotKept):
-        made.claim(1)
+        claim(made, 1)
 
 
-@pytest.mark.usefixtures("hasty")
 def test_writes_that_are_in_flight_count():
     made, _ = ledger()
-    made.claim(MIB - 1)
+    claim(made, MIB - 1)
     with pytest.raises(NotKept):
-        made.claim(2)
-    made.claim(1)
+        claim(made, 2)
+    claim(made, 1)
     made.settle(MIB - 1)
-    made.claim(MIB - 1)
+    claim(made, MIB - 1)
 
 
 def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(monkeypatch):
@@ -114,7 +121,7 @@ def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(mon
 
     monkeypatch.setattr(made._changed, "wait_for", wait)
     monkeypatch.setattr("kvtiers_fs.quota._REFUSALS", 100 * HOUR)
-    writer = threading.Thread(target=made.claim, args=[MIB])
+    writer = threading.Thread(target=claim, args=[made, MIB])
     writer.start()
     while not waits:
         writer.join(0.001)
@@ -124,7 +131,7 @@ def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(mon
     made.publish(128 * MIB)
     for _ in range(50):
         with pytest.raises(NotKept, match="128MiB of 128MiB are in use"):
-            made.claim(MIB)
+            claim(made, MIB)
     assert len(waits) == 2
     assert len(woken) == 51
 

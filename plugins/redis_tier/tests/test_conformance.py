@@ -48,7 +48,7 @@ class OverAnotherWay(ChunkStoreTests):
     test_a_killed_writer_does_not_hinder_the_next_one = None
 
 
-class TestRedisStoreOverUnixSocketInOneByteWindows(OverAnotherWay):
+class TestRedisStoreOverUnixSocketInOneByteWindows(ChunkStoreTests):
     store_class = RedisStore
 
     @pytest.fixture

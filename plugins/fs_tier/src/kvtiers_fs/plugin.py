@@ -14,7 +14,7 @@ FIGURES = {
     "expired_values": "Values that were deleted for their age.",
     "reclaimed_files": "Files of killed writers that were deleted.",
     "skipped": "Files and folders that could not be listed or removed.",
-    "dropped_values": "Values that found no room.",
+    "dropped_values": "Values that found no room, or were not taken.",
     "segments": "Segment files, of the layout 'slab'.",
     "kept_values": "Values that were in use and were copied instead of evicted, in the layout 'slab'.",
     "direct": "1: values are read and written past the page cache.",

@@ -26,7 +26,7 @@ from kvtiers.api.units import format_size
 from kvtiers_fs.directory import Directory
 from kvtiers_fs.paths import SHARDS
 
-__all__ = ["Deltas", "Index", "Ledger", "UsageFile"]
+__all__ = ["REPORT_SECONDS", "Deltas", "Index", "Ledger", "UsageFile"]
 
 USAGE_FILE = ".usage"
 _MAGIC = b"kvtfsU1\n"
@@ -34,8 +34,9 @@ _HEAD = struct.Struct("<8sdI4x")
 _SHARD = struct.Struct("<qqd")
 _BYTES = _HEAD.size + SHARDS * _SHARD.size + 4
 _STEPS = 128
-_WAIT_SECONDS = 0.25  # for room
-_REPORT_SECONDS = 5.0  # for a report: a round away, but for a disk or a machine that is busy for seconds
+_WAIT_SECONDS = 0.25  # of a write for room
+REPORT_SECONDS = 5.0
+"""The longest wait of a call for reports. Each is a round away, but on a disk or a machine that is too busy."""
 _REFUSALS = 4  # times as long as a wait in vain, the next writes are refused at once: threads that wait do not read
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -165,11 +166,12 @@ class Ledger:
     """The writes and removals of this process since its last report, and the check whether a write fits.
 
     ``wake`` asks the evictor to report, and to make room. Safe to use from several threads. Only a write that does not
-    fit waits here: for the evictor's I/O.
+    fit waits here: for the evictor's I/O. ``patience``: how long a call that writes waits for reports, in seconds.
     """
 
-    def __init__(self, capacity: int, known: int, wake: Callable[[], None]) -> None:
+    def __init__(self, capacity: int, known: int, wake: Callable[[], None], patience: float = REPORT_SECONDS) -> None:
         self._capacity = capacity
+        self._patience = patience
         self._wake = wake
         self._changed = threading.Condition()
         self._known = known
@@ -182,8 +184,12 @@ class Ledger:
         self._refuse_until = 0.0
         self._step = capacity // _STEPS
 
-    def claim(self, nbytes: int) -> None:
-        """Reserve room for one write, which ``settle`` releases; wait a moment for the evictor, then NotKept.
+    def waits_until(self) -> float:
+        """Return until when a call that begins now may wait for the evictor, by monotonic time: for all its writes."""
+        return time.monotonic() + self._patience
+
+    def claim(self, nbytes: int, until: float) -> None:
+        """Reserve room for one write, which ``settle`` releases; wait for the evictor until then, else NotKept.
 
         Not full, but refused, where there is room and only the report of earlier writes is missing.
 
@@ -195,17 +201,17 @@ class Ledger:
             raise NotKept(f"a value of {format_size(nbytes)} is larger than the capacity")
         with self._changed:
             if not self._fits(nbytes):
-                self._wait(nbytes)
+                self._wait(nbytes, until)
             self._in_flight += nbytes
 
-    def _wait(self, nbytes: int) -> None:
+    def _wait(self, nbytes: int, until: float) -> None:
         self._wake()
         now = time.monotonic()
         if now >= self._refuse_until:
-            patience = _REPORT_SECONDS if self._has_room(nbytes) else _WAIT_SECONDS
-            if self._changed.wait_for(lambda: self._fits(nbytes), patience):
+            most = self._patience if self._has_room(nbytes) else _WAIT_SECONDS
+            if self._changed.wait_for(lambda: self._fits(nbytes), max(0.0, min(most, until - now))):
                 return
-            self._refuse_until = time.monotonic() + _REFUSALS * patience
+            self._refuse_until = time.monotonic() + _REFUSALS * most
         if self._has_room(nbytes):
             behind = "the lock on .usage is another process's, or the disk or the machine is too busy for the report"
             raise NotKept(f"earlier writes are not reported to other processes yet: {behind}", full=False)

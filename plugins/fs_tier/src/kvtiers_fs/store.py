@@ -14,7 +14,7 @@ from kvtiers_fs.directory import TOO_LARGE, RootRemovedError
 from kvtiers_fs.evictor import Evictor, free_bytes
 from kvtiers_fs.limits import Limits
 from kvtiers_fs.paths import Place, place_of
-from kvtiers_fs.quota import Ledger, UsageFile
+from kvtiers_fs.quota import REPORT_SECONDS, Ledger, UsageFile
 from kvtiers_fs.root import open_root
 from kvtiers_fs.values import ValueFiles
 
@@ -74,7 +74,9 @@ class FsStore(ChunkStore):
                 max_age=config.max_age,
                 min_free=config.min_free,
             )
-            self._ledger = self._evictor.ledger = Ledger(config.capacity, known, self._evictor.wake)
+            # A fraction of the deadline: beyond it, and its grace, the engine takes this wait for a store that hangs.
+            patience = min(REPORT_SECONDS, config.deadline / 4)
+            self._ledger = self._evictor.ledger = Ledger(config.capacity, known, self._evictor.wake, patience)
             self._evictor.start()
 
     def read_into(self, name: str, dst: memoryview) -> int:
@@ -90,25 +92,28 @@ class FsStore(ChunkStore):
 
         Not full, but refused, where the file system has become read-only.
         """
-        self._write_views(name, [src])
+        _, ledger = self._writable()
+        self._write_views(name, [src], ledger.waits_until())
 
     def write_many(self, names: Sequence[str], srcs: Sequence[Sequence[memoryview]]) -> Sequence[NotKept | None]:
         """Write each value's file out of its views, which the system gathers."""
-        return [self._is_kept(name, views) for name, views in zip(names, srcs, strict=True)]
+        _, ledger = self._writable()
+        until = ledger.waits_until()
+        return [self._is_kept(name, views, until) for name, views in zip(names, srcs, strict=True)]
 
-    def _is_kept(self, name: str, views: Sequence[memoryview]) -> NotKept | None:
+    def _is_kept(self, name: str, views: Sequence[memoryview], until: float) -> NotKept | None:
         try:
-            self._write_views(name, views)
+            self._write_views(name, views, until)
         except NotKept as error:
             return error
         return None
 
-    def _write_views(self, name: str, parts: Sequence[memoryview]) -> None:
+    def _write_views(self, name: str, parts: Sequence[memoryview], until: float) -> None:
         evictor, ledger = self._writable()
         nbytes, place = sum(map(len, parts)), place_of(name)
         try:
             self._expect_free(nbytes, evictor)
-            ledger.claim(nbytes)
+            ledger.claim(nbytes, until)
         except NotKept:
             self._dropped += 1
             raise
