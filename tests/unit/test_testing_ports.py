@@ -1,10 +1,14 @@
 """Ports for servers that tests start."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from kvtiers.testing.ports import free_port
+import pytest
+
+from kvtiers.testing.ports import _Ports, free_port
 
 PROCESS = """
 import sys
@@ -12,6 +16,36 @@ from kvtiers.testing.ports import free_port
 print(*(free_port() for _ in range(60)), flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_port_that_cannot_be_given_now_can_be_given_later(monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtiers.testing.ports._is_free", refused)
+        with pytest.raises(OSError, match="Too many open files"):
+            free_port()
+    assert free_port()
+
+
+def test_a_forked_process_gets_none_of_its_parents_ports():
+    free_port()
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.write(writer, str(free_port()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert int(os.read(reader, 100)) not in [free_port() for _ in range(60)]
+    os.close(reader)
+    os.close(writer)
+
+
+def test_where_clients_may_get_these_ports_that_is_said(monkeypatch, tmp_path):
+    (tmp_path / "range").write_text("1024\t65535\n")
+    monkeypatch.setattr("kvtiers.testing.ports._CLIENTS", tmp_path / "range")
+    with pytest.raises(RuntimeError, match="begins at 1024: clients could be given the ports"):
+        _Ports().free()
 
 
 def test_no_two_processes_get_the_same_port_and_no_client_gets_one():

@@ -4,31 +4,62 @@ A port that the system gave, and that was closed again for a server to take, is 
 connection of any process before the server has started, or while it is down.
 """
 
+import os
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from pathlib import Path
 
 __all__ = ["free_port"]
 
 _BUS = 10_000
 _PLACES = range(10_000, 15_000, 50)
 """The first port of each place. Linux gives clients ports from 32,768 on, and Mooncake takes some from 15,000 on."""
-
-_lock = threading.Lock()
+_CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
     """Return a port of 127.0.0.1 that no call has returned before, in no process that still runs.
 
-    The same holds for the port 10,000 above, where a Redis Cluster's bus listens.
+    The same holds for the port 10,000 above, where a Redis Cluster's bus listens. RuntimeError if there is none, or if
+    the system may give these ports to clients.
     """
-    with _lock:
-        return next(_free)
+    return _ports.free()
 
 
-def _places() -> Iterator[int]:
-    """Claim places, one after another, until this process ends; a name in the abstract namespace ends with it."""
+class _Ports:
+    """The ports of the places that this process has claimed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._left: list[int] = []
+
+    def free(self) -> int:
+        with self._lock:
+            if self._owner != os.getpid():  # the first call, or the first one of a forked process
+                _expect_no_clients()
+                self._left.clear()
+                self._owner = os.getpid()
+            while True:
+                if not self._left:
+                    self._left.extend(_claimed_place())
+                port = self._left.pop(0)
+                if _is_free(port) and _is_free(port + _BUS):
+                    return port
+
+
+_ports = _Ports()
+
+
+def _expect_no_clients() -> None:
+    lowest = int(_CLIENTS.read_text().split()[0])
+    if lowest < _PLACES.stop + _BUS:
+        raise RuntimeError(f"{_CLIENTS} begins at {lowest}: clients could be given the ports of the tests' servers")
+
+
+def _claimed_place() -> range:
+    """Claim a place until this process ends: a name in the abstract namespace ends with it."""
     for first in random.sample(_PLACES, len(_PLACES)):
         claim = socket.socket(socket.AF_UNIX)
         try:
@@ -37,7 +68,7 @@ def _places() -> Iterator[int]:
             claim.close()
             continue
         claim.detach()  # it stays open
-        yield first
+        return range(first, first + _PLACES.step)
     raise RuntimeError(f"no port from {_PLACES.start} to {_PLACES.stop} is free")
 
 
@@ -48,11 +79,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-_free = (
-    port
-    for first in _places()
-    for port in range(first, first + _PLACES.step)
-    if _is_free(port) and _is_free(port + _BUS)
-)

@@ -63,9 +63,10 @@ class Residency:
         groups = self._groups(prompt)
         known = _known_tokens(groups) if groups else 0
         end = known if end is None else min(end, known)
-        if end <= computed:
+        if not groups or end <= computed:
             self._waits.taken_up(state)
-            self._waits.computes(state, state.prompt_tokens - computed)
+            if state.prompt_tokens:
+                self._waits.computes(state, state.prompt_tokens - computed)
             return _NOTHING
         question = computed, end, groups[0].keys[-(-end // groups[0].tokens) - 1], len(groups)
         if (answer := state.answer) is not None and answer.question == question and self._stands(answer, state):
