@@ -33,7 +33,8 @@ class Folder:
         self.stores: list[FsStore] = []
 
     def open(self, capacity="1GiB", *, read_only=False, **options) -> FsStore:
-        options = {"min_free": 0, "deadline": 4 * PATIENCE, **options}  # of which a call may wait a quarter for reports
+        # Of the deadline a call may wait a quarter for reports.
+        options = {"min_free": 0, "deadline": f"{4 * PATIENCE}s", **options}
         config = FsConfig(type="fs", path=self.path, capacity=capacity, **options)
         self.stores.append(FsStore(config, read_only=read_only))
         return self.stores[-1]

@@ -274,7 +274,7 @@ def test_an_error_of_the_disk_is_an_error_and_not_a_full_store(folder, value, na
 
 
 def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folder, value, names, read, monkeypatch):
-    store = folder.open(capacity=256 * PAGE, deadline=0.4)
+    store = folder.open(capacity=256 * PAGE, deadline="400ms")
     [name] = names(1)
     store.write(name, value(1))
     folder.settle(store)

@@ -31,7 +31,7 @@ path, wait, *numbers = sys.argv[1:]
 quota._WAIT_SECONDS = float(wait)
 patience = store_module.REPORT_SECONDS = max(float(wait), store_module.REPORT_SECONDS)
 capacity, nbytes, seed, turns = map(int, numbers)
-store = FsStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0, deadline=4 * patience))
+store = FsStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0, deadline=f"{4 * patience}s"))
 choice = random.Random(seed)
 source, target = memoryview(mmap.mmap(-1, nbytes)), memoryview(mmap.mmap(-1, nbytes))
 names = [f"ns/model-{'0' * 24}/{number:064x}" for number in range(4000)]
