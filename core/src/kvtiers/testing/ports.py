@@ -21,8 +21,8 @@ _CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_port() -> int:
     """Return a port of 127.0.0.1 that no call has returned before, in no process that still runs.
 
-    The same holds for the port 10,000 above, where a Redis Cluster's bus listens. RuntimeError if there is none, or if
-    the system may give these ports to clients.
+    The same holds for the port 10,000 above, where servers of a cluster have their bus. RuntimeError if there is none,
+    or if the system may give these ports to clients.
     """
     return _ports.free()
 
