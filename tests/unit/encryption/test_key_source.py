@@ -80,11 +80,11 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     pids = tmp_path / "pids"
     begin = time.monotonic()
     script = f"sleep 600 & echo $! > {pids}; wait"
-    for timeout in ("500ms", "5s", "30s"):  # a busy machine may not have begun it by then
+    for timeout in ("500ms", "5s", "10s", "10s", "10s"):  # a busy machine may not have begun it by then
         assert "gave no key within" in problem(command=["sh", "-c", script], timeout=timeout)
         if pids.exists():
             break
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 120
     child = int(pids.read_text())
     with contextlib.suppress(ProcessLookupError):  # it has ended, and been reaped
         descriptor = os.pidfd_open(child)
