@@ -13,8 +13,8 @@ from pathlib import Path
 __all__ = ["free_port"]
 
 _BUS = 10_000
-_PLACES = range(10_000, 15_000, 50)
-"""The first port of each place. Linux gives clients ports from 32,768 on, and Mooncake takes some from 15,000 on."""
+_BLOCKS = range(10_000, 15_000, 50)
+"""The first ports of blocks of 50. Linux gives clients ports from 32,768 on, and Mooncake takes some from 15,000 on."""
 _CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 class _Ports:
-    """The ports of the places that this process has claimed."""
+    """The ports of the blocks that this process has claimed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class _Ports:
                 self._owner = os.getpid()
             while True:
                 if not self._left:
-                    self._left.extend(_claimed_place())
+                    self._left.extend(_claimed_block())
                 port = self._left.pop(0)
                 if _is_free(port) and _is_free(port + _BUS):
                     return port
@@ -54,13 +54,16 @@ _ports = _Ports()
 
 def _expect_no_clients() -> None:
     lowest = int(_CLIENTS.read_text().split()[0])
-    if lowest < _PLACES.stop + _BUS:
-        raise RuntimeError(f"{_CLIENTS} begins at {lowest}: clients could be given the ports of the tests' servers")
+    if lowest < _BLOCKS.stop + _BUS:
+        raise RuntimeError(
+            f"{_CLIENTS} begins at {lowest}: clients could be given the ports of the tests' servers; "
+            "set net.ipv4.ip_local_port_range to '32768 60999'"
+        )
 
 
-def _claimed_place() -> range:
-    """Claim a place until this process ends: a name in the abstract namespace ends with it."""
-    for first in random.sample(_PLACES, len(_PLACES)):
+def _claimed_block() -> range:
+    """Claim a block until this process ends: a name in the abstract namespace ends with it."""
+    for first in random.sample(_BLOCKS, len(_BLOCKS)):
         claim = socket.socket(socket.AF_UNIX)
         try:
             claim.bind(f"\0kvtiers-test-ports-{first}")
@@ -68,8 +71,8 @@ def _claimed_place() -> range:
             claim.close()
             continue
         claim.detach()  # it stays open
-        return range(first, first + _PLACES.step)
-    raise RuntimeError(f"no port from {_PLACES.start} to {_PLACES.stop} is free")
+        return range(first, first + _BLOCKS.step)
+    raise RuntimeError(f"no port from {_BLOCKS.start} to {_BLOCKS.stop} is free")
 
 
 def _is_free(port: int) -> bool:
