@@ -249,7 +249,9 @@ def leaves(command, context):
 def takes(command, context, words):
     """Return whether a command has these options, and takes their values; words in capitals stand for some value."""
     try:
-        given, _, _ = command.make_parser(context).parse_args(list(words))
+        given, left, _ = command.make_parser(context).parse_args(list(words))
+        if left:
+            return False  # words behind an option that takes none
         for option in command.params:
             value = given.get(option.name)
             if isinstance(value, str) and not re.fullmatch(r"[A-Z]+", value):
