@@ -169,7 +169,7 @@ class Ledger:
     fit waits here: for the evictor's I/O. ``patience``: how long a call that writes waits for reports, in seconds.
     """
 
-    def __init__(self, capacity: int, known: int, wake: Callable[[], None], patience: float = REPORT_SECONDS) -> None:
+    def __init__(self, capacity: int, known: int, wake: Callable[[], None], patience: float) -> None:
         self._capacity = capacity
         self._patience = patience
         self._wake = wake
