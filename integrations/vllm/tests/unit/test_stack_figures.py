@@ -1,5 +1,6 @@
 """What the whole stack says of itself, and how it reckons what it saves."""
 
+import math
 from collections import defaultdict
 
 import pytest
@@ -84,6 +85,29 @@ def test_counters_are_what_was_added_and_gauges_what_is(facts, stats, clock):
     second = report()
     assert dict(second.counters) == {("kvtiers_tier_hits", ("near",)): 1}
     assert second.gauges == {("kvtiers_primary_free_rows", ()): 0}
+
+
+def test_a_detached_tier_has_no_trouble_any_more_and_counts_on_when_it_is_attached_again(facts, stats, clock):
+    report = StackFigures(facts, Collection, clock)
+    near = stats["tiers"]["near"]
+    near["own"] = {"open": 0, "breaker_state": 1, "full": 1, "hosts": 8, "hosts_open": 7, "odd": 5}
+    report()
+    del stats["tiers"]["near"]
+    clock.now += 0.1
+    gone = report()
+    assert not gone.counters, "which are those of the engine's whole life"
+    assert math.isnan(gone.gauges.pop(("kvtiers_tier_open", ("near",)))), "neither open nor not"
+    assert math.isnan(gone.gauges.pop(("kvtiers_tier_shared", ("near",))))
+    assert gone.gauges["kvtiers_tier_breaker_state", ("near",)] == 0
+    assert gone.gauges["kvtiers_tier_own_figure", ("near", "odd")] == 0
+    assert set(gone.gauges.values()) == {0}
+    clock.now += 0.1
+    assert not report().gauges, "it is said once"
+    stats["tiers"]["near"] = near | {"hits": 2, "own": {"open": 1}}
+    clock.now += 0.1
+    again = report()
+    assert again.gauges["kvtiers_tier_open", ("near",)] == 1
+    assert again.counters["kvtiers_tier_hits", ("near",)] == 2
 
 
 def test_the_shadow_caches_figures_are_reported_once_there_are_any(facts, stats, clock):

@@ -3,6 +3,7 @@
 Both call ``TieringManager.stats``, which reads all figures of one moment, on any thread.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ _PRIMARY_GAUGES = described(
     "rows", "free_rows", "pending_rows", "pinned_rows", "quarantined_rows", "closed_rows", "retired_rows",
     "kept_rows", "kept_over_share", "kept_given_up",
 )  # fmt: skip
+_OF_A_DETACHED_TIER = {"kvtiers_tier_open": math.nan, "kvtiers_tier_shared": math.nan}
+"""What gauges say that would tell of a trouble with 0, as all others say; vLLM keeps each series to its own end."""
 
 
 def definitions(counter: Callable[..., Any], gauge: Callable[..., Any], types: Types = None) -> dict[str, Any]:
@@ -95,7 +98,12 @@ class StackFigures:
             return None
         self._next = now + EVERY_SECONDS
         changes = self._collection()
-        for name, labels, value in self._figures():
+        stats = self._facts.stats()
+        for name, labels in [key for key in self._reported if _is_of_a_tier_besides(key, stats["tiers"])]:
+            del self._reported[name, labels]
+            if name not in _COUNTERS:
+                changes.set_gauge(name, _OF_A_DETACHED_TIER.get(name, 0.0), labels)
+        for name, labels, value in self._figures(stats):
             before = self._reported.get((name, labels))
             if value == before:
                 continue
@@ -106,9 +114,8 @@ class StackFigures:
                 changes.increase_counter(name, value - (before or 0.0), labels)
         return changes
 
-    def _figures(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    def _figures(self, stats: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], float]]:
         facts = self._facts
-        stats = facts.stats()
         for tier, figures in stats["tiers"].items():
             ours = {"off": 0, "shared": int(facts.shared)}
             known = {**figures, **figures["own"], **ours}
@@ -119,6 +126,11 @@ class StackFigures:
         yield from _numbers(_ENGINE_COUNTERS, "kvtiers_", stats["engine"], ())
         for name, labels, value in what_if_figures(stats.get("what_if")):
             yield f"kvtiers_what_if_{name}", tuple(labels.values()), float(value)
+
+
+def _is_of_a_tier_besides(key: tuple[str, tuple[str, ...]], tiers: Mapping[str, Any]) -> bool:
+    name, labels = key
+    return name.startswith("kvtiers_tier_") and labels[0] not in tiers
 
 
 def _numbers(
