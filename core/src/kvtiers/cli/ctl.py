@@ -215,8 +215,8 @@ def _send(ctx: click.Context, action: str, how: dict[str, Any], **arguments: Any
 
 def _print(answers: Sequence[dict[str, Any]]) -> None:
     for answer in answers:
-        which = f"process {answer['pid']}: " if len(answers) > 1 else ""
+        which = f"process {answer['pid']}"
         if "error" in answer:
-            click.echo(f"error: {which}{answer['error']}", err=True)
+            click.echo(f"error: {which}: {answer['error']}", err=True)
         else:
-            click.echo(f"{which}{answer['text']}")
+            click.echo(f"{which}: {answer['text']}")

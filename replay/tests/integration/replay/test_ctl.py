@@ -202,6 +202,15 @@ def test_a_tier_is_switched_off_and_on_and_the_status_says_so(engine) -> None:
     assert engine.status()["commands"][-1]["command"] == "switch tier='memory' to='on'"
 
 
+def test_the_printed_answer_names_the_engine_that_was_commanded(engine) -> None:
+    """Also where one alone runs: none was named on the command line then."""
+    pid = str(engine.process.pid)
+    done = CliRunner().invoke(cli, ["ctl", "memory", "on", "--engine", pid])
+    assert done.output == f"process {pid}: memory: on, it was on\n"
+    done = CliRunner().invoke(cli, ["ctl", "other", "off", "--engine", pid])
+    assert done.output.startswith(f"error: process {pid}: ")
+
+
 def test_threads_and_rates_change_in_a_running_host(engine) -> None:
     assert engine.ctl("memory", "threads", 9)["text"] == "memory: 9 threads a host, no rate limit"
     (host,) = engine.hosts("memory")
