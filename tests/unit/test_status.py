@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
 from kvtiers.cli.output import in_words
-from kvtiers.cli.status import verdict, what_if_sentence, writes_per_hit
+from kvtiers.cli.status import state_of, verdict, what_if_sentence, writes_per_hit
 from kvtiers.control import CommandRefused, ControlSocket, running, send_command
 from kvtiers.metrics import TierMetrics
 from kvtiers.status import LastTrouble, Troubles, answer_status, ask, troubles_from_the_start
@@ -455,6 +455,10 @@ def test_another_user_s_answer_is_added_to_no_engine_of_ours(fake, monkeypatch):
             {"breaker_state": 1, "breaker_seconds": 200.0, "trouble": "taken out of use after OSError"},
             "it brings nothing for 3 min 20 s, since it cannot be used: taken out of use after OSError",
         ),
+        (
+            {"retired": True, "trouble": "put out of use: job 7 was never given"},
+            "it brings nothing until the engine is started again: put out of use: job 7 was never given",
+        ),
         ({"seal_failures": 2}, "2 values came back damaged"),
         ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
         ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
@@ -479,6 +483,7 @@ def test_one_sentence_says_whether_a_tier_pays_and_if_not_why(figures, sentence)
         ({"silent_seconds": 17.0, "too_slow": True}, "no answer"),
         ({"full": True, "breaker_state": 1}, "out of use"),
         ({"open": False}, "not open"),
+        ({"retired": True}, "retired"),
     ],
 )
 def test_the_state_of_a_tier_says_what_holds_it_up(serve, figures, state):
@@ -561,6 +566,18 @@ def test_writes_per_hit_are_said_once_there_are_enough(serve):
     assert writes_per_hit(TIER | {"written_chunks": 5000, "hits": 1250}) == said
     serve(answer(fs=TIER | {"written_chunks": 5000, "hits": 1250}))
     assert f"  fs: {said}\n" in CliRunner().invoke(cli, ["status"]).output
+
+
+def test_a_tier_that_was_put_out_of_use_for_good_is_not_said_to_be_in_use():
+    figures = TierMetrics(out_of_use=1).as_data() | {"own": {"open": 1}, "off": "", "shared": True, "tokens": 0}
+    name = f"fs-{os.getpid()}"
+    named = {"tiers": {name: figures}, "engine": {}, "primary": {}}
+    engine = answer_status("vLLM 0.32.0", "some-org/model", Troubles([name]), lambda: named, lambda *_: {})
+    try:
+        tier = ask(engine.name)["tiers"][name]
+    finally:
+        engine.close()
+    assert (tier["retired"], state_of(tier)) == (True, "retired")
 
 
 def test_the_budget_that_costs_hits_is_named_with_what_to_change(serve):

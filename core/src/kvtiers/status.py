@@ -69,6 +69,7 @@ _TIER_SHAPE: dict[str, Any] = {
         _NUMBER,
     ),
     "left_out_requests": _NUMBER | None,  # only where there can be any
+    "retired": _NUMBER | None,  # not said by the first engines
 }  # fmt: skip
 _EVENTS_SHAPE: dict[str, Any] = {
     **dict.fromkeys(("endpoint", "error"), str),
@@ -289,6 +290,7 @@ def _tier_status(figures: Mapping[str, Any], trouble: LastTrouble) -> dict[str, 
         "written_chunks": max(0, figures["stored_chunks"] - own.get("already_present", 0)),
         "budget": budget_advice(figures, asked),
         "switch": _switch(figures),
+        "retired": bool(figures.get("out_of_use", 0)),
     }
     if "left_out_requests" in figures:
         status["left_out_requests"] = figures["left_out_requests"]

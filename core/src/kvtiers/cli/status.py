@@ -165,6 +165,8 @@ def state_of(tier: Mapping[str, Any]) -> str:
     """Return a word or two for the state of a tier, as its engine has answered."""
     if tier["off"]:
         return "off"
+    if tier.get("retired"):
+        return "retired"
     if tier["switch"] != "on":
         return f"{tier['switch']} (ctl)"
     if not tier["open"]:
@@ -200,6 +202,7 @@ def verdict(tier: Mapping[str, Any]) -> str:
     left_out = tier.get("left_out_requests") or 0  # the whole stack leaves none out
     sentences = (
         (tier["off"], f"it does nothing here: {tier['off']}"),
+        (tier.get("retired"), f"it brings nothing until the engine is started again: {trouble}"),
         (tier["switch"] == "off", "it does nothing: an operator has switched it off; 'kvtiers ctl' switches it on"),
         (
             not tier["open"] or tier["breaker_state"],
