@@ -230,7 +230,6 @@ class TierLane:
         stack.callback(hosts.close, 10.0)
         self._tier = ChunkStoreTier(options, hosts.pool(options, load_tier(options.type)))
         stack.callback(self._tier.close)
-        hosts.start()
         assert not (problem := self._tier.wait_open(30.0)), problem
         self._numbers = iter(range(1, 1 << 30))
 

@@ -143,7 +143,6 @@ class Lane:
         stack.callback(hosts.close, 10.0)
         self._tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
         stack.callback(self._tier.close)
-        hosts.start()
         assert not (problem := self._tier.wait_open(30.0)), problem
         self._store = FsStore(config)
         stack.callback(self._store.close)

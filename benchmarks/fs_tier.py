@@ -126,7 +126,6 @@ def host_lane(path: Path, fd: int, rows: memoryview, nbytes: int, stack: ExitSta
     stack.callback(hosts.close, 10.0)
     tier = ChunkStoreTier(options, hosts.pool(options, load_tier(options.type)))
     stack.callback(tier.close)
-    hosts.start()
     assert not (problem := tier.wait_open(30.0)), problem
     numbers = iter(range(1, 1 << 30))
     request = RequestContext("bench")

@@ -41,7 +41,6 @@ class TierLane:
         stack.callback(hosts.close, 10.0)
         self.tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
         stack.callback(self.tier.close)
-        hosts.start()
         assert not (problem := self.tier.wait_open(30.0)), problem
         self.pids = tier_hosts()
         self.keys: list[OffloadKey] = []

@@ -113,12 +113,7 @@ class LiveEngine:
     def detach(self, name: str, in_step: InStep) -> Mapping[str, Any]:
         """Switch a tier off, and close it when it has no job in flight any more."""
         with self._one_at_a_time():
-            tier, host = self._store_tier(name), self._configs[name].host
-            others = [
-                other for other, config in self._configs.items() if host and config.host == host and other != name
-            ]
-            if others:
-                raise CommandRefused(f"{name}: it shares the host {host!r} with {', '.join(others)}: it stays")
+            tier = self._store_tier(name)
 
             def remove() -> dict[str, Any] | None:
                 if self._tier_commands.remove(name) is None:
@@ -158,8 +153,6 @@ class LiveEngine:
                 f"there is no tier {name!r} in {config.source}, which has {', '.join(order) or 'none'}"
             )
         tier = config.secondary[order.index(name)]
-        if tier.host:
-            raise CommandRefused(f"{name}: a tier with a 'host' of several tiers is opened at the start only")
         if load_tier(tier.type).kind == "manager":
             raise CommandRefused(f"{name}: a tier that moves its rows by itself is opened at the start only")
         if encryption_of(tier, config.encryption) != encryption_of(tier, self._config.encryption):

@@ -1,7 +1,7 @@
 """The tiers of a config, opened over one region of rows, and closed together.
 
 Shared by the roots that open tiers: an engine's manager (``engine_lifecycle.py``), and clients (``client/``). All tiers
-are opened at once, and none is waited for. They are drained at the same time, and closed when all of them are drained.
+are opened at once, and none is waited for. They are drained and closed at the same time.
 """
 
 import contextlib
@@ -82,8 +82,6 @@ class TierSet:
             if any(config.io == "process" for config in configs):
                 self._hosts = self._tier_hosts(is_awaited=is_awaited)
             self.slots = [self._slot(index, config) for index, config in enumerate(configs)]
-            if self._hosts is not None:
-                self._hosts.start()
             undo.pop_all()
 
     @property
@@ -114,10 +112,7 @@ class TierSet:
         """
         if self._hosts is None and config.io == "process":
             self._hosts = self._tier_hosts(is_awaited=False)
-        slot, _ = self._built(index, config)
-        if self._hosts is not None:
-            self._hosts.start()
-        return slot
+        return self._built(index, config)[0]
 
     def add(self, slot: TierSlot) -> None:
         """Count a tier that was built among the tiers; engine's thread."""
@@ -151,9 +146,7 @@ class TierSet:
     def close(self, timeout: float) -> None:
         """Drain all tiers at the same time, each of which logs what it had to drop, and close them."""
         until = time.monotonic() + timeout
-        # A host that several tiers share ends with the first one that is closed: all are drained before.
-        for call in (lambda tier: tier.drain(max(0.0, until - time.monotonic())), lambda tier: tier.close()):
-            _at_once({name: partial(_quietly, name, partial(call, tier)) for name, tier in self.tiers.items()})
+        _at_once({name: partial(_end, name, tier, until) for name, tier in self.tiers.items()})
         if self._hosts is not None:
             self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
 
@@ -254,6 +247,11 @@ def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
         call()
     for thread in threads:
         thread.join()
+
+
+def _end(name: str, tier: ChunkStoreTier | SealedTier, until: float) -> None:
+    _quietly(name, lambda: tier.drain(max(0.0, until - time.monotonic())))
+    _quietly(name, tier.close)
 
 
 def _quietly(name: str, call: Callable[[], object]) -> None:

@@ -20,14 +20,14 @@ class Liar:
         self.socket.sendall(b"".join(messages))
 
     def say(self, *events):
-        self.send(*(wire.encode(0, event) for event in events))
+        self.send(*(wire.encode(event) for event in events))
 
     def run(self):
         """Open as a host does; lie at the first job, or (``job`` is None) at once."""
         reader = FrameReader()
         while data := self.socket.recv(1 << 16):
             reader.feed(data)
-            for _, frame in reader.frames(1000):
+            for frame in reader.messages(1000):
                 message = wire.decode_request(frame)
                 if isinstance(message, Hello):
                     self.say(Opened())
@@ -46,11 +46,11 @@ class Liar:
 
     def flood_log(self, job):
         while True:
-            self.send(wire.encode(0, LogLine(30, "flood " * 100)) * 100)
+            self.send(wire.encode(LogLine(30, "flood " * 100)) * 100)
 
     def flood_figures(self, job):
         while True:
-            self.send(wire.encode(0, Stats({"a": 1.0})) * 1000)
+            self.send(wire.encode(Stats({"a": 1.0})) * 1000)
 
     def flood_opened(self, job):
         while True:

@@ -15,10 +15,12 @@ import pytest
 
 from kvtiers._process import hand_over
 from kvtiers._version import __version__
+from kvtiers.api.config import dump_resolved
 from kvtiers.host import wire
 from kvtiers.host.messages import Close, Hello, LogLine, Opened
 from kvtiers.host.wire import FrameReader
 from kvtiers.layout.seal import seal_value
+from kvtiers.plugins import load_tier
 
 START = "from kvtiers.host.__main__ import main; main()"
 
@@ -53,6 +55,15 @@ def host():
         process.communicate()
 
 
+def tier_of(options):
+    """Return what a HELLO has of a tier whose values have 4,096 bytes."""
+    config = load_tier("memory").config(type="memory", capacity=1 << 20, **options)
+    sizes = [(4000, 4096)]
+    prefix, layout_id = "test/m-0123456789abcdef01234567/", "0123456789abcdef"
+    fields = {"name": "cache", "options": dump_resolved(config), "namespace": "test", "prefix": prefix}
+    return {**fields, "layout_id": layout_id, "layout": "", "sizes": sizes}
+
+
 def hello(**changes):
     region = {"map_bytes": 1 << 16, "nbytes": 1 << 16, "row_stride": 4096}
     fields = {
@@ -61,13 +72,13 @@ def hello(**changes):
         "log_level": 30,
         "cpus": [],
         "region": region,
-        "tiers": [],
+        "tier": tier_of({}),
     }
-    return wire.encode(0, Hello(json.dumps(fields | changes)))
+    return wire.encode(Hello(json.dumps(fields | changes)))
 
 
 def messages(ours, patience=30.0):
-    """Read to the end; return the messages, each with its tier."""
+    """Read to the end; return the messages."""
     reader, read = FrameReader(), []
     deadline = time.monotonic() + patience
     while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -75,7 +86,7 @@ def messages(ours, patience=30.0):
         if not data:
             return read
         reader.feed(data)
-        read += [(tier, wire.decode_report(message)) for tier, message in reader.frames(1000)]
+        read += [wire.decode_report(message) for message in reader.messages(1000)]
     raise AssertionError("it does not end")
 
 
@@ -94,21 +105,20 @@ def test_a_host_ends_when_the_socket_does(host):
 
 def test_a_host_of_another_protocol_says_so_and_ends(host):
     process, ours = host()
-    tier = {"name": "cache"}
-    ours.sendall(hello(protocol=99, tiers=[tier, tier]))
-    (_, line), *said = messages(ours)
+    ours.sendall(hello(protocol=99))
+    line, said = messages(ours)
     assert isinstance(line, LogLine)
     assert "restart the engine" in line.text
-    assert [(type(message), tier) for tier, message in said] == [(Opened, 0), (Opened, 1)]
-    assert f"protocol 99, expected {wire.PROTOCOL_FORMAT}" in said[0][1].error
+    assert isinstance(said, Opened)
+    assert f"protocol 99, expected {wire.PROTOCOL_FORMAT}" in said.error
     assert process.wait(30) == 1
 
 
 def test_a_host_that_cannot_map_the_region_says_so_and_ends(host):
     process, ours = host()
     region = {"map_bytes": 1 << 62, "nbytes": 1 << 62, "row_stride": 4096}
-    ours.sendall(hello(region=region, tiers=[{"name": "cache"}]))
-    (_, line), (_, said) = messages(ours)
+    ours.sendall(hello(region=region))
+    line, said = messages(ours)
     assert isinstance(line, LogLine)
     assert "cannot map" in said.error
     assert process.wait(30) == 1
@@ -116,7 +126,7 @@ def test_a_host_that_cannot_map_the_region_says_so_and_ends(host):
 
 def test_a_host_closes_within_its_time_and_without_a_word_on_stderr(host):
     process, ours = host()
-    ours.sendall(hello() + wire.encode(0, Close(5.0)))
+    ours.sendall(hello() + wire.encode(Close(5.0)))
     assert process.wait(30) == 0
     assert process.stderr.read() == b""
 
@@ -132,6 +142,7 @@ def test_the_benchmarks_find_an_engines_hosts(start, faulty, monkeypatch):
 SEAL_FOR_EVER = """
 import mmap, sys
 from kvtiers.layout.seal import seal_value
+from kvtiers.plugins import load_tier
 value = memoryview(mmap.mmap(int(sys.argv[1]), 4096))
 while True:
     seal_value(value, 4000, "a/b", b"layout-1")

@@ -27,7 +27,6 @@ class HostedTier(ChunkStoreTier):
         self._processes = TierHosts(region, "test", lambda: NAMES)
         self._kept = []
         super().__init__(config, self._processes.pool(config, load_tier(config.type)))
-        self._processes.start()
         assert not (error := self.wait_open(60.0)), error
 
     def poll(self):

@@ -178,37 +178,6 @@ def test_wait_ready_from_another_thread_does_not_disturb_an_engine_that_steps(st
     assert engine.figures()["raised"] == 0
 
 
-# -- a shared host
-
-
-def test_tiers_that_name_the_same_host_share_a_process_and_its_fate(start, faulty, machine, log, gates_of):
-    tiers = [faulty("first", host="both"), faulty("second", host="both"), faulty("third")]
-    engine = start(*tiers)
-    engine.until_available()
-    engine.store(machine.keys(0, 4))
-    engine.until(lambda: "pid" in engine.own("first") and "pid" in engine.own("second"), "their figures")
-    assert engine.own("first")["pid"] == engine.own("second")["pid"] == engine.host("first")
-    assert engine.host("third") != engine.host("first")
-    gates_of("second").set("write", "says something odd")
-    engine.store(machine.keys(100, 1))
-    assert log("something odd") == ["second: something odd"]
-    os.kill(engine.host("first"), 9)
-    engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
-    assert not engine.manager._slots[1].available()
-    assert engine.manager._slots[2].available()
-    engine.until_available()
-    engine.store(machine.keys(200, 4))
-    engine.forget()
-    assert engine.load(machine.keys(200, 4)) == 4
-
-
-@pytest.mark.parametrize("hosts", [("", "first"), ("second", "")])
-def test_a_host_name_that_is_also_a_tiers_name_does_not_make_it_share(start, faulty, hosts):
-    engine = start(faulty("first", host=hosts[0]), faulty("second", host=hosts[1]))
-    engine.until_available()
-    assert engine.host("first") != engine.host("second")
-
-
 # -- what a host gets
 
 
@@ -293,12 +262,6 @@ def test_a_host_that_gives_way_in_nothing_is_no_batch_process(start, faulty):
     engine = start(faulty(nice=0))
     engine.until_available()
     assert set(of_each_thread(engine.host(), os.sched_getscheduler)) == {os.SCHED_OTHER}
-
-
-def test_a_host_that_tiers_share_gives_way_as_little_as_one_of_them_wants(start, faulty):
-    engine = start(faulty("one", host="shared", nice=7), faulty("other", host="shared", nice=3))
-    engine.until_available()
-    assert os.getpriority(os.PRIO_PROCESS, engine.host("one")) == min(19, os.nice(0) + 3)
 
 
 def test_a_host_loads_no_numpy_and_few_threads(start, faulty, machine):

@@ -13,7 +13,7 @@ def test_a_host_rests_once_after_it_had_something_to_say():
 
     def figures():
         ticks.release()
-        return [b"figures"]
+        return b"figures"
 
     writer = HostSender(theirs, figures, lambda: False, rested.release)
     with ours, theirs:

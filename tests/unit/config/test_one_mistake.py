@@ -86,8 +86,8 @@ def test_a_single_mistake_is_a_single_line(wrong, text, line):
         ("quotas: {blue: 1GiB}", "secondary[0] (shelf): quotas: the config has no 'tenants'; add 'tenants: {}'"),
         ("quotas: {Blue: 1GiB}", "secondary[0] (shelf): quotas: tenant 'Blue' cannot be used; expected 1 to 64 of a-z 0-9 . _ -, first a letter or digit, no '..', or '*' for each other tenant"),
         ("quotas: {blue: 0}", "secondary[0] (shelf): quotas.blue: expected more than 0, got 0"),
-        ("quotas: {blue: 1GiB}\nprocesses: 2", "secondary[0] (shelf): 'quotas' are counted in one tier host of the tier's own; leave out 'processes' and 'host'"),
-        ("hots: x", "secondary[0] (shelf): unknown option 'hots'. Did you mean 'host'?"),
+        ("quotas: {blue: 1GiB}\nprocesses: 2", "secondary[0] (shelf): 'quotas' are counted in one tier host; leave out 'processes'"),
+        ("niec: 3", "secondary[0] (shelf): unknown option 'niec'. Did you mean 'nice'?"),
         ("name: 5", "secondary[0] (shelf): name: expected a text, got 5; put it in quotes"),
         ("name: off", "secondary[0] (shelf): name: expected a text, got false; put it in quotes"),
         (

@@ -17,7 +17,6 @@ PLACE = "secondary[0] (shelf): "
         ("cpus: [0, -1]", "cpus[1]: expected at least 0, got -1"),
         ("cpus: [100000000000000000000]", "cpus[0]: expected less than 65536, got 100000000000000000000"),
         ("processes: 2\nio: thread", "'processes: 2' needs 'io: process'"),
-        ("processes: 2\nhost: both", "'processes: 2' and 'host: both' exclude each other; give one"),
         ("processes: 2", "'processes: 2': a store of this type belongs to one tier host; leave the option out"),
     ],
 )
@@ -26,9 +25,8 @@ def test_what_cannot_be_is_one_line(wrong, with_tier, options, line):
 
 
 @pytest.mark.parametrize("processes", ["1", "auto"])
-@pytest.mark.parametrize("more", ["io: thread", "host: both"])
-def test_one_host_is_asked_for_anywhere(shelf, tiers_yaml, with_tier, processes, more):
-    tiers_yaml.write_text(with_tier(f"processes: {processes}\n{more}"))
+def test_one_host_is_asked_for_anywhere(shelf, tiers_yaml, with_tier, processes):
+    tiers_yaml.write_text(with_tier(f"processes: {processes}\nio: thread"))
     (tier,) = load_config(tiers_yaml).secondary
     assert str(tier.processes) == processes
 

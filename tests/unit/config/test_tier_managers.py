@@ -34,7 +34,6 @@ def with_manager(distributions, with_tier):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("host: both", "host"),
         ("processes: auto", "processes"),
         ("cpus: [0]", "cpus"),
         ("nice: 0", "nice"),

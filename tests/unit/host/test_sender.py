@@ -33,7 +33,7 @@ class Sending:
     def __init__(self):
         self.engine, self.host = socket.socketpair()
         self.engine.settimeout(30)
-        self.writer = HostSender(self.host, figures=lambda: (), check_kept=lambda: False, idle=lambda: None)
+        self.writer = HostSender(self.host, figures=lambda: b"", check_kept=lambda: False, idle=lambda: None)
         self.writer.start()
 
     def receive(self, length):
@@ -63,16 +63,16 @@ def sending(clock):
 def test_log_lines_for_an_engine_that_does_not_read_do_not_pile_up():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        writer = HostSender(theirs, figures=lambda: (), check_kept=lambda: False, idle=lambda: None)
+        writer = HostSender(theirs, figures=lambda: b"", check_kept=lambda: False, idle=lambda: None)
         taken = sum(writer.post_line(b"line") for _ in range(5000))
         assert 0 < taken <= 1000
-        writer.post_end(0, 1, b"what a job came to is never dropped")
+        writer.post_end(1, b"what a job came to is never dropped")
         assert writer._messages.qsize() == taken + 1
 
 
 def test_of_a_job_that_has_ended_at_once_nothing_is_said_but_its_end(sending, clock):
-    sending.writer.post_start(0, 1, START)
-    sending.writer.post_end(0, 1, END)
+    sending.writer.post_start(1, START)
+    sending.writer.post_end(1, END)
     assert sending.receive(len(END)) == END
     clock.now = 10.0
     sending.writer.post(OTHER)
@@ -80,14 +80,14 @@ def test_of_a_job_that_has_ended_at_once_nothing_is_said_but_its_end(sending, cl
 
 
 def test_a_jobs_start_is_kept_back_while_it_may_still_end_at_once(sending):
-    sending.writer.post_start(0, 1, START)
+    sending.writer.post_start(1, START)
     sending.writer.post(OTHER)
     assert sending.rest() == OTHER
 
 
 def test_that_a_job_has_begun_is_said_by_itself_and_before_its_end(sending, monkeypatch):
     monkeypatch.setattr(sender, "_START_SECONDS", 0.0)
-    sending.writer.post_start(0, 1, START)
+    sending.writer.post_start(1, START)
     assert sending.receive(len(START)) == START
-    sending.writer.post_end(0, 1, END)
+    sending.writer.post_end(1, END)
     assert sending.rest() == END

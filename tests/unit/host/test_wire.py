@@ -29,7 +29,7 @@ from kvtiers.host.messages import (
 )
 from kvtiers.host.wire import FrameReader, ProtocolError, decode_report, decode_request
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-8.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-9.json").read_text(encoding="utf-8"))
 
 u64 = st.integers(0, 2**64 - 1)
 rows = st.integers(-(2**31), 2**31 - 1)
@@ -81,8 +81,8 @@ def body_of(message):
     """Return the message of its only frame."""
     reader = FrameReader()
     reader.feed(message)
-    (read,) = reader.frames(10)
-    return bytes(read.message)
+    (read,) = reader.messages(10)
+    return bytes(read)
 
 
 def decode(message):
@@ -91,13 +91,13 @@ def decode(message):
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
 def test_messages_of_this_format_never_change(case):
-    assert wire.PROTOCOL_FORMAT == 8, "another format needs a golden file of its own, beside this"
+    assert wire.PROTOCOL_FORMAT == 9, "another format needs a golden file of its own, beside this"
     message = message_of(case)
-    assert wire.encode(case["tier"], message).hex() == case["frame"]
+    assert wire.encode(message).hex() == case["frame"]
     reader = FrameReader()
     reader.feed(bytes.fromhex(case["frame"]))
-    ((tier, read),) = reader.frames(10)
-    assert (tier, decode(read)) == (case["tier"], message)
+    (read,) = reader.messages(10)
+    assert decode(read) == message
 
 
 def test_there_is_a_golden_message_of_every_type():
@@ -105,39 +105,39 @@ def test_there_is_a_golden_message_of_every_type():
 
 
 @every
-@given(st.one_of(requests, reports), st.integers(0, 2**16 - 1))
-def test_a_message_comes_back_as_it_was_sent(message, tier):
+@given(st.one_of(requests, reports))
+def test_a_message_comes_back_as_it_was_sent(message):
     reader = FrameReader()
-    reader.feed(wire.encode(tier, message))
-    ((read_tier, read),) = reader.frames(10)
-    assert (read_tier, decode(read)) == (tier, message)
+    reader.feed(wire.encode(message))
+    (read,) = reader.messages(10)
+    assert decode(read) == message
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(reports, min_size=1, max_size=6), st.data())
 def test_a_stream_may_be_cut_anywhere(sent, data):
-    stream = b"".join(wire.encode(number, report) for number, report in enumerate(sent))
+    stream = b"".join(map(wire.encode, sent))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     reader, read = FrameReader(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         reader.feed(stream[start:end])
-        read += reader.frames(1000)
-    assert [(tier, decode_report(message)) for tier, message in read] == list(enumerate(sent))
+        read += reader.messages(1000)
+    assert list(map(decode_report, read)) == sent
 
 
 def test_a_stream_may_come_byte_by_byte():
     sent = [JobDone(7, bytes([1, 0, 5]), 123, 0.5, 2, "why"), JobStarted(8), Probed(9, b"\x01", ""), Opened("")]
     reader, read = FrameReader(), []
-    for byte in b"".join(wire.encode(0, event) for event in sent):
+    for byte in b"".join(wire.encode(event) for event in sent):
         reader.feed(bytes([byte]))
-        read += reader.frames(1000)
-    assert [decode_report(message) for _, message in read] == sent
+        read += reader.messages(1000)
+    assert list(map(decode_report, read)) == sent
 
 
-def test_no_more_frames_are_taken_than_asked_for_and_none_is_lost():
+def test_no_more_messages_are_taken_than_asked_for_and_none_is_lost():
     reader = FrameReader()
-    reader.feed(b"".join(wire.encode(0, JobStarted(number)) for number in range(10)))
-    read = [[decode_report(message).job_id for _, message in reader.frames(4)] for _ in range(4)]
+    reader.feed(b"".join(wire.encode(JobStarted(number)) for number in range(10)))
+    read = [[decode_report(message).job_id for message in reader.messages(4)] for _ in range(4)]
     assert read == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], []]
 
 
@@ -158,7 +158,7 @@ def test_garbage_is_a_protocol_error_and_nothing_else(message):
 @every
 @given(st.one_of(requests, reports), st.data())
 def test_a_message_of_which_a_byte_is_damaged_is_another_message_or_a_protocol_error(message, data):
-    body = bytearray(body_of(wire.encode(0, message)))
+    body = bytearray(body_of(wire.encode(message)))
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     for read in (decode_report, decode_request):
         try:
@@ -170,7 +170,7 @@ def test_a_message_of_which_a_byte_is_damaged_is_another_message_or_a_protocol_e
 @every
 @given(st.one_of(requests, reports), st.data())
 def test_a_message_that_was_cut_off_or_has_more_than_it_says_is_refused(message, data):
-    body = body_of(wire.encode(0, message))
+    body = body_of(wire.encode(message))
     end = data.draw(st.integers(0, len(body) - 1))
     for wrong in (body[:end], body + b"\x00"):
         with pytest.raises(ProtocolError):
@@ -238,14 +238,14 @@ def test_a_length_that_makes_no_sense_is_refused_before_its_bytes_come(length):
     reader = FrameReader(2**20)
     reader.feed(length.to_bytes(4, "little") + bytes(2))
     with pytest.raises(ProtocolError, match=f"a message of {length} bytes"):
-        reader.frames(1)
+        reader.messages(1)
 
 
 @pytest.mark.parametrize("text", ["\udcff not in UTF-8", "Grüße \N{SNOWMAN}", "x" * 100_000])
 def test_no_text_of_an_exception_can_stop_a_message(text):
     events = [Opened(text), JobFailed(1, text), JobDone(1, b"\x03", 0, 0.0, 0, text), Probed(1, b"", text)]
     for report in (*events, LogLine(30, text), Stats({text: 1.0})):
-        read = decode_report(body_of(wire.encode(0, report)))
+        read = decode_report(body_of(wire.encode(report)))
         assert type(read) is type(report)
 
 
@@ -256,13 +256,13 @@ def test_keys_and_figures_of_a_type_of_their_own_are_sent_as_what_they_are():
     class Figure(float):
         pass
 
-    probe = decode_request(body_of(wire.encode(0, Probe(1, deque([Key(b"k")]), is_prefix=True))))
+    probe = decode_request(body_of(wire.encode(Probe(1, deque([Key(b"k")]), is_prefix=True))))
     assert probe == Probe(1, [b"k"], is_prefix=True)
-    assert decode_report(body_of(wire.encode(0, Stats({"a": Figure(2)})))) == Stats({"a": 2.0})
+    assert decode_report(body_of(wire.encode(Stats({"a": Figure(2)})))) == Stats({"a": 2.0})
 
 
 def test_a_message_of_the_engine_is_no_report_and_the_other_way_round():
     with pytest.raises(ProtocolError):
-        decode_report(body_of(wire.encode(0, Abandon(1))))
+        decode_report(body_of(wire.encode(Abandon(1))))
     with pytest.raises(ProtocolError):
-        decode_request(body_of(wire.encode(0, JobStarted(1))))
+        decode_request(body_of(wire.encode(JobStarted(1))))

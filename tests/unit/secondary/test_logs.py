@@ -102,42 +102,28 @@ def sent():
     before, level = list(root.handlers), root.level
     lines = []
 
-    def send(tier, level, text):
-        lines.append((tier, level, text))
+    def send(level, text):
+        lines.append((level, text))
         return True
 
-    send_logs(["cache", "cache-2"], logging.INFO, send)
+    send_logs("cache", logging.INFO, send)
     yield lines
     logging.captureWarnings(False)
     root.handlers[:] = before
     root.setLevel(level)
 
 
-def in_thread(name, function):
-    thread = threading.Thread(target=function, name=name)
-    thread.start()
-    thread.join(60)
-
-
-def test_a_line_bears_the_name_of_the_tier_whose_thread_wrote_it(sent):
-    in_thread("kvtiers-cache-2-0", lambda: logging.getLogger("client").warning("slow: %s", 3))
-    in_thread("kvtiers-cache-lookup", lambda: logging.getLogger("client").error("gone"))
-    in_thread("another", lambda: logging.getLogger("client").error("who?"))
-    assert sent == [
-        (1, logging.WARNING, "cache-2: slow: 3"),
-        (0, logging.ERROR, "cache: gone"),
-        (0, logging.ERROR, "cache, cache-2: who?"),
-    ]
+def test_a_line_bears_the_name_of_the_tier_once(sent):
+    logging.getLogger("client").warning("slow: %s", 3)
+    logging.getLogger("kvtiers.secondary").error("cache: gone")
+    assert sent == [(logging.WARNING, "cache: slow: 3"), (logging.ERROR, "cache: gone")]
 
 
 def test_a_line_that_is_to_be_said_once_is_marked(sent):
     log = logging.getLogger("client")
-    in_thread("kvtiers-cache-0", lambda: log.warning("clear text", extra={"once": True}))
-    in_thread("kvtiers-cache-0", lambda: log.log(250, "a level of its own"))
-    assert sent == [
-        (0, logging.WARNING | SAY_ONCE, "cache: clear text"),
-        (0, SAY_ONCE - 1, "cache: a level of its own"),
-    ]
+    log.warning("clear text", extra={"once": True})
+    log.log(250, "a level of its own")
+    assert sent == [(logging.WARNING | SAY_ONCE, "cache: clear text"), (SAY_ONCE - 1, "cache: a level of its own")]
 
 
 def test_lines_for_debugging_are_never_sent(sent):
@@ -151,11 +137,11 @@ def test_a_flood_is_cut_and_its_size_said(sent, monkeypatch):
     for number in range(501):
         logging.getLogger("client").warning("line %d", number)
     assert len(sent) == 51
-    assert sent[-1][2].endswith("line 500 (450 lines before this one were dropped)")
+    assert sent[-1][1].endswith("line 500 (450 lines before this one were dropped)")
 
 
 def test_a_record_that_cannot_be_formatted_raises_nothing_in_the_store(sent):
     (handler,) = (handler for handler in logging.getLogger().handlers if isinstance(handler, sender._LogSender))
     handler.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
     handler.handle(logging.makeLogRecord({"msg": "fine", "levelno": logging.WARNING, "threadName": "kvtiers-cache-0"}))
-    assert [text for _, _, text in sent] == ["cache: fine (1 lines before this one were dropped)"]
+    assert [text for _, text in sent] == ["cache: fine (1 lines before this one were dropped)"]

@@ -23,7 +23,6 @@ LOCAL = plugin(shareable=True, writes_locally=True)
         (4, {}, 2),
         (12, {}, 6),
         (64, {}, 8),
-        (64, {"host": "shared"}, 1),
         (64, {"cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 4),
         (2, {"cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 1),
         (2, {"processes": 3}, 3),

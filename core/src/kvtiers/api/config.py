@@ -48,7 +48,7 @@ LIVE: dict[str, JsonValue] = {"live": True}
 """Marks an option that ``kvtiers ctl reload`` applies to a running engine (``json_schema_extra``)."""
 HOST_OPTIONS = frozenset(
     {
-        "compression", "cpus", "exists_ttl", "grace", "host", "nice", "processes", "quotas", "rate_limit", "retries",
+        "compression", "cpus", "exists_ttl", "grace", "nice", "processes", "quotas", "rate_limit", "retries",
         "store_queue", "store_threads", "threads",
     }
 )  # fmt: skip
@@ -222,8 +222,8 @@ class RateLimit(StrictModel):
 class TierConfig(StrictModel):
     """The options that every tier has. Subclass it and add the tier's own, flat, with defaults and descriptions.
 
-    A ``SecondaryTierManager`` has no tier host and none of core's threads: options about those (``host``,
-    ``processes``, ``cpus``, ``nice``, ``threads``, ``store_threads``, ``grace``, ``retries``, ``store_queue``,
+    A ``SecondaryTierManager`` has no tier host and none of core's threads: options about those
+    (``processes``, ``cpus``, ``nice``, ``threads``, ``store_threads``, ``grace``, ``retries``, ``store_queue``,
     ``rate_limit``, ``exists_ttl``, ``compression``, ``io: process``) are refused for it; an option that the subclass
     declares itself is the tier's own.
     """
@@ -233,7 +233,6 @@ class TierConfig(StrictModel):
     io: Literal["process", "thread"] = Field(
         default="process", description="where its I/O runs; process: a tier host of its own"
     )
-    host: str = Field(default="", description="tiers with the same name here share a tier host; default: one each")
     processes: int | Literal["auto"] = Field(
         default="auto", description="tier hosts that share the tier's work; auto: by the processors there are, up to 8"
     )
@@ -344,10 +343,8 @@ class TierConfig(StrictModel):
 
     @model_validator(mode="after")
     def _counts_in_one_host(self) -> "TierConfig":
-        if self.quotas and (self.host or self.processes not in {"auto", 1}):
-            raise ValueError(
-                "'quotas' are counted in one tier host of the tier's own; leave out 'processes' and 'host'"
-            )
+        if self.quotas and self.processes not in {"auto", 1}:
+            raise ValueError("'quotas' are counted in one tier host; leave out 'processes'")
         return self
 
     @model_validator(mode="after")
@@ -387,12 +384,8 @@ class TierConfig(StrictModel):
 
     @model_validator(mode="after")
     def _may_have_several_hosts(self) -> "TierConfig":
-        if self.processes in {"auto", 1}:
-            return self
-        if self.io == "thread":
+        if self.processes not in {"auto", 1} and self.io == "thread":
             raise ValueError(f"'processes: {self.processes}' needs 'io: process'")
-        if self.host:
-            raise ValueError(f"'processes: {self.processes}' and 'host: {self.host}' exclude each other; give one")
         return self
 
 

@@ -42,8 +42,7 @@ class ChunkStore(ABC):
     once and not after a timeout each, and counts it in ``stats``.
 
     A store is used in the process that opened it, and must not fork without exec: a forked child has no access to the
-    views, and is ended when it comes back from a call. Core opens one store for each tier; tiers that share a tier
-    host are in one process.
+    views, and is ended when it comes back from a call. Core opens one store in each tier host.
 
     Five failures in a row, or half of all calls in 30 s, take the whole tier out of use for a while (``breaker``).
     """

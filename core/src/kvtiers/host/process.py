@@ -1,6 +1,6 @@
 """The tier host: the helper process in which a tier's I/O runs, beside the engine and not inside it.
 
-It maps the engine's region, opens the stores that the HELLO names, and moves values with a ``TransferPool`` for each::
+It maps the engine's region, opens the store that the HELLO names, and moves values with a ``TransferPool``::
 
     main thread     reads the engine's messages; ends the process at EOF
     pool threads    open, move, answer; post events
@@ -19,8 +19,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ _LOWEST_PRIORITY = 19
 
 
 class TierHost:
-    """The process's state: the connection, the mapped region, one pool a tier.
+    """The process's state: the connection, the mapped region, the store's pool.
 
     ``callers_fds``: that of the memory of a client's caller, if the HELLO says that there is one.
     """
@@ -79,8 +78,8 @@ class TierHost:
         self._callers_fds = callers_fds
         self._mapping: Mapping | None = None
         self._callers_mapping: Mapping | None = None
-        self._pools: list[TransferPool] = []
-        self._reported: dict[int, dict[str, float]] = {}
+        self._pool: TransferPool | None = None
+        self._reported: dict[str, float] = {}
         self._writer = HostSender(self._connection, self._figures, self._check_kept, give_back)
         detach_in_children(self)
 
@@ -104,8 +103,8 @@ class TierHost:
         self._writer.start()
         while data := self._receive():
             reader.feed(data)
-            for tier, message in reader.frames(1 << 30):
-                self._take(tier, wire.decode_request(message))
+            for message in reader.messages(1 << 30):
+                self._take(wire.decode_request(message))
         os._exit(0)  # the engine is gone: nothing in flight matters any more
 
     def _receive(self) -> bytes:
@@ -114,34 +113,35 @@ class TierHost:
         except OSError:
             return b""
 
-    def _take(self, tier: int, message: Request) -> None:
+    def _take(self, message: Request) -> None:
+        if isinstance(message, Hello):
+            self._hello(json.loads(message.document))
+            return
+        pool = self._pool
+        assert pool is not None, "the HELLO comes first"
         match message:
             case StoreJob():
-                self._pools[tier].submit(message)
+                pool.submit(message)
             case Probe(probe_id, keys, is_prefix):
-                self._pools[tier].probe(probe_id, keys, is_prefix=is_prefix)
+                pool.probe(probe_id, keys, is_prefix=is_prefix)
             case Names(prefix, layout_id):
-                self._pools[tier].set_names(StorageNames(prefix, layout_id))
+                pool.set_names(StorageNames(prefix, layout_id))
             case Abandon(job_id):
-                self._pools[tier].abandon(job_id)
+                pool.abandon(job_id)
             case Release(job_id):
-                self._pools[tier].release(job_id)
+                pool.release(job_id)
             case Limits():
-                self._pools[tier].set_limits(message)
-            case Hello(document):
-                self._hello(json.loads(document))
+                pool.set_limits(message)
             case Close(seconds):
-                self._close(seconds)
+                self._close(pool, seconds)
 
     def _hello(self, hello: dict[str, Any]) -> None:
-        tiers = hello["tiers"]
-        send_logs([tier["name"] for tier in tiers], hello["log_level"], self._send_line)
+        send_logs(hello["tier"]["name"], hello["log_level"], self._send_line)
         with plugin_boundary() as setting_up:
             self._set_up(hello)
         if setting_up.error:  # the engine's log has to say why there is no host
             _log.error("no tier host: %s", setting_up.error, extra={"once": True})
-            for index in range(len(tiers)):
-                self._emit(index, Opened(setting_up.error))
+            self._emit(Opened(setting_up.error))
             self._writer.close(_LAST_WORDS_SECONDS)
             os._exit(1)
 
@@ -159,18 +159,16 @@ class TierHost:
         self._mapping = map_memory(self._region_fd, mapped, mapped, core_dumps=core_dumps, for_children=False)
         os.close(self._region_fd)
         self._region_fd = -1
-        memory = self._mapping.view[:nbytes]
-        nice = min((tier["options"]["nice"] for tier in hello["tiers"]), default=0)
-        _give_way(nice)
-        largest = max((value for tier in hello["tiers"] for _, value in tier["sizes"]), default=0)
+        memory, tier = self._mapping.view[:nbytes], hello["tier"]
+        _give_way(tier["options"]["nice"])
+        largest = max(value for _, value in tier["sizes"])
         views = value_views(memory, region["row_stride"], largest)
         callers = None
         if "callers" in region:
             callers = BounceBufferViews(
                 memory, region["row_stride"], largest, self._callers_region(**region["callers"])
             )
-        for index, tier in enumerate(hello["tiers"]):
-            self._pools.append(self._open(index, tier, views, callers, memory, region["row_stride"], nice))
+        self._pool = self._open(tier, views, callers, memory, region["row_stride"])
 
     def _callers_region(self, fd: int | None, at: int, nbytes: int) -> memoryview:
         """Return the memory of a client's caller: of the mapped region, or of a descriptor of the caller's own."""
@@ -184,13 +182,11 @@ class TierHost:
 
     def _open(
         self,
-        index: int,
         tier: dict[str, Any],
         views: ValueViews,
         callers: BounceBufferViews | None,
         memory: memoryview,
         row_stride: int,
-        nice: int,
     ) -> TransferPool:
         options = tier["options"]
         common = load_resolved(TierConfig, {name: options[name] for name in TierConfig.model_fields})
@@ -207,49 +203,39 @@ class TierHost:
             _opener(common.type, options, context),
             views,
             StorageNames(tier["prefix"], bytes.fromhex(tier["layout_id"])),
-            PoolOptions.of(common, sizes, os.sched_yield if nice else None),
-            partial(self._emit, index),
+            PoolOptions.of(common, sizes, os.sched_yield if common.nice else None),
+            self._emit,
             described=Described(tier["prefix"], tier["layout"]) if tier["layout"] else None,
             callers=callers,
             encryption=load_sources(tier["encryption"]) if "encryption" in tier else None,
         )
 
-    def _emit(self, tier: int, event: Event) -> None:
-        message = wire.encode(tier, event)
+    def _emit(self, event: Event) -> None:
+        message = wire.encode(event)
         match event:
             case JobStarted(job_id):
-                self._writer.post_start(tier, job_id, message)
+                self._writer.post_start(job_id, message)
             case JobDone(job_id):
-                self._writer.post_end(tier, job_id, message)
+                self._writer.post_end(job_id, message)
             case _:
                 self._writer.post(message)
 
-    def _send_line(self, tier: int, level: int, text: str) -> bool:
-        return self._writer.post_line(wire.encode(tier, LogLine(level, text)))
+    def _send_line(self, level: int, text: str) -> bool:
+        return self._writer.post_line(wire.encode(LogLine(level, text)))
 
-    def _figures(self) -> Iterator[bytes]:
-        """Return a message for each tier whose figures have changed."""
-        for index, pool in enumerate(self._pools):
-            figures = pool.stats()
-            if figures != self._reported.get(index):
-                self._reported[index] = figures
-                yield wire.encode(index, Stats(figures))
+    def _figures(self) -> bytes:
+        """Return a message with the store's figures, if they have changed."""
+        figures = {} if self._pool is None else self._pool.stats()
+        if figures == self._reported:
+            return b""
+        self._reported = figures
+        return wire.encode(Stats(figures))
 
     def _check_kept(self) -> bool:
-        kept = [pool.check_kept() for pool in self._pools]  # all of them are to look, whatever the first one says
-        return any(kept)
+        return self._pool is not None and self._pool.check_kept()
 
-    def _close(self, seconds: float) -> None:
-        closers = [threading.Thread(target=pool.close, args=(seconds,), daemon=True) for pool in self._pools]
-        try:
-            for closer in closers:
-                closer.start()
-        except RuntimeError:  # none can be had: one after the other, and the engine kills this host if one hangs
-            for pool in self._pools:
-                pool.close(seconds)
-        for closer in closers:
-            if closer.ident is not None:
-                closer.join(seconds + _LAST_WORDS_SECONDS)
+    def _close(self, pool: TransferPool, seconds: float) -> None:
+        pool.close(seconds)
         self._writer.close(_LAST_WORDS_SECONDS)
         os._exit(0)  # a thread that hangs in a store must not hold the process
 

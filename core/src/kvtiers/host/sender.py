@@ -2,7 +2,7 @@
 
 The start of a job is sent after a moment, and not at all if the job has ended by then: the engine needs it for the
 deadline of long jobs only, and each message costs the engine's thread time. A log line goes to the engine's log, with
-the name of the tier that it is about.
+the tier's name.
 """
 
 import logging
@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.host.messages import SAY_ONCE
@@ -30,14 +30,14 @@ _LONGEST_LINE = 4_000
 class HostSender:
     """The sending thread: messages in order.
 
-    ``figures`` is asked for messages once a second; ``check_kept`` is called more often, as long as it returns
-    True; ``idle`` once, a second after the last message.
+    ``figures`` is asked for a message, b"" for none, once a second; ``check_kept`` is called more often, as long as it
+    returns True; ``idle`` once, a second after the last message.
     """
 
     def __init__(
         self,
         connection: socket.socket,
-        figures: Callable[[], Iterable[bytes]],
+        figures: Callable[[], bytes],
         check_kept: Callable[[], bool],
         idle: Callable[[], None],
     ) -> None:
@@ -46,7 +46,7 @@ class HostSender:
         self._check_kept = check_kept
         self._idle = idle
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._starts: dict[tuple[int, int], tuple[float, bytes]] = {}
+        self._starts: dict[int, tuple[float, bytes]] = {}
         self._thread = threading.Thread(target=self._run, name="kvtiers-host-writer", daemon=True)
 
     def start(self) -> None:
@@ -57,16 +57,16 @@ class HostSender:
         """Queue a message; never waits."""
         self._messages.put(message)
 
-    def post_start(self, tier: int, job_id: int, message: bytes) -> None:
+    def post_start(self, job_id: int, message: bytes) -> None:
         """Send in a moment that a job has begun, unless its end comes first."""
         is_first = not self._starts
-        self._starts[tier, job_id] = time.monotonic() + _START_SECONDS, message
+        self._starts[job_id] = time.monotonic() + _START_SECONDS, message
         if is_first:
             self._messages.put(b"")  # the thread may be waiting for longer than a moment
 
-    def post_end(self, tier: int, job_id: int, message: bytes) -> None:
+    def post_end(self, job_id: int, message: bytes) -> None:
         """Send that a job has ended."""
-        self._starts.pop((tier, job_id), None)
+        self._starts.pop(job_id, None)
         self._messages.put(message)
 
     def post_line(self, message: bytes) -> bool:
@@ -92,7 +92,7 @@ class HostSender:
                 sent = sent or bool(data)
                 if time.monotonic() >= tick_at:
                     tick_at = time.monotonic() + _TICK_SECONDS
-                    data += b"".join(self._figures())
+                    data += self._figures()
                     if has_sent and not sent:
                         self._idle()
                     has_sent, sent = sent, False
@@ -127,24 +127,24 @@ class HostSender:
         return b"".join(parts), False
 
 
-def send_logs(tiers: Sequence[str], level: int, send: Callable[[int, int, str], bool]) -> None:
-    """Pass what is logged in this process to ``send(tier, level, text)``, which says whether it took the line.
+def send_logs(tier: str, level: int, send: Callable[[int, str], bool]) -> None:
+    """Pass what is logged in this process to ``send(level, text)``, which says whether it took the line.
 
-    A line of a thread that no tier is known to have started goes out under the names of all of them. One that is logged
-    with ``extra={"once": True}`` has SAY_ONCE added to its level: the engine logs it once, however many hosts send it.
+    One that is logged with ``extra={"once": True}`` has SAY_ONCE added to its level: the engine logs it once, however
+    many hosts send it.
     """
     root = logging.getLogger()
     root.setLevel(max(level, logging.INFO))  # what clients log for debugging can hold secrets
-    root.addHandler(_LogSender(tiers, send))
+    root.addHandler(_LogSender(tier, send))
     logging.captureWarnings(True)
 
 
 class _LogSender(logging.Handler):
     """Sends a bounded number of lines a second; a backend that logs without end must not drown the engine."""
 
-    def __init__(self, tiers: Sequence[str], send: Callable[[int, int, str], bool]) -> None:
+    def __init__(self, tier: str, send: Callable[[int, str], bool]) -> None:
         super().__init__()
-        self._tiers = tiers
+        self._start = f"{tier}: "
         self._send = send
         self._second = 0
         self._sent = 0
@@ -156,13 +156,11 @@ class _LogSender(logging.Handler):
             if not self._may_send():
                 self._dropped += 1
                 return
-            tier, names = self._tier_of(record.threadName or "")
             text = self.format(record)[:_LONGEST_LINE]
             if self._dropped:
                 text += f" ({self._dropped} lines before this one were dropped)"
             level = max(0, min(record.levelno, SAY_ONCE - 1)) | (SAY_ONCE if getattr(record, "once", False) else 0)
-            about = "" if text.startswith(f"{names}: ") else f"{names}: "  # as lines of core's own do already
-            if self._send(tier, level, about + text):
+            if self._send(level, text if text.startswith(self._start) else self._start + text):  # as core's own do
                 self._dropped = 0
             else:
                 self._dropped += 1
@@ -175,11 +173,3 @@ class _LogSender(logging.Handler):
             self._second, self._sent = second, 0
         self._sent += 1
         return self._sent <= _LINES_PER_SECOND
-
-    def _tier_of(self, thread: str) -> tuple[int, str]:
-        """Find the tier by its pool's threads, which are named after it."""
-        pool = thread.rpartition("-")[0]
-        for index, name in enumerate(self._tiers):
-            if pool == f"kvtiers-{name}":
-                return index, name
-        return 0, ", ".join(self._tiers)

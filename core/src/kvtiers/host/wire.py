@@ -1,13 +1,12 @@
-"""The wire format between the engine and a tier host, number 8: length-prefixed messages on a stream socket.
+"""The wire format between the engine and a tier host, number 9: length-prefixed messages on a stream socket.
 
-A frame is ``u32 length | u16 tier | message``, little endian; ``length`` is that of the message, ``tier`` the tier's
-place in the HELLO. The message is MessagePack: an array of a tag and fields, as ``messages.py`` declares them. What
-comes in is checked against these types and for its size, and no further: that an id, a row or a status is one that
-makes sense is for its receiver to check.
+A frame is ``u32 length | message``, little endian; ``length`` is that of the message. The message is MessagePack: an
+array of a tag and fields, as ``messages.py`` declares them. What comes in is checked against these types and for its
+size, and no further: that an id, a row or a status is one that makes sense is for its receiver to check.
 """
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -16,7 +15,6 @@ from kvtiers.host.messages import Message, Report, Request
 __all__ = [
     "MAX_REPORT_BYTES",
     "PROTOCOL_FORMAT",
-    "Frame",
     "FrameReader",
     "ProtocolError",
     "decode_report",
@@ -24,11 +22,11 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_FORMAT = 8
+PROTOCOL_FORMAT = 9
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_REPORT_BYTES = 2**20  # of a host: a byte for each chunk of a job or a question, figures, a log line
 
-_HEAD = struct.Struct("<IH")
+_HEAD = struct.Struct("<I")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
@@ -47,50 +45,43 @@ class ProtocolError(Exception):
     """The other side sent a message that this format does not define."""
 
 
-class Frame(NamedTuple):
-    """One message, not yet decoded."""
-
-    tier: int
-    message: bytearray
-
-
 class FrameReader:
-    """Cuts a stream into frames. ``feed`` what came in, then iterate over ``frames``."""
+    """Cuts a stream into messages. ``feed`` what came in, then iterate over ``messages``."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
         self.waiting = bytearray()
-        """What has been fed and no frame has been made of."""
+        """What has been fed and no message has been made of."""
 
     def feed(self, data: bytes | memoryview) -> None:
         """Take in bytes from the stream."""
         self.waiting += data
 
-    def frames(self, most: int) -> list[Frame]:
-        """Return the complete frames, at most ``most``; ProtocolError if a length is out of bounds."""
-        frames: list[Frame] = []
+    def messages(self, most: int) -> list[bytearray]:
+        """Return the complete messages, not yet decoded, at most ``most``; ProtocolError for a length out of bounds."""
+        messages: list[bytearray] = []
         at, buffer = 0, self.waiting
-        while len(frames) < most and len(buffer) - at >= _HEAD.size:
-            length, tier = _HEAD.unpack_from(buffer, at)
+        while len(messages) < most and len(buffer) - at >= _HEAD.size:
+            (length,) = _HEAD.unpack_from(buffer, at)
             if not 0 < length <= self._max_bytes:
                 raise ProtocolError(f"a message of {length} bytes; expected 1 to {self._max_bytes}")
             start, end = at + _HEAD.size, at + _HEAD.size + length
             if len(buffer) < end:
                 break
-            frames.append(Frame(tier, buffer[start:end]))
+            messages.append(buffer[start:end])
             at = end
         del buffer[:at]
-        return frames
+        return messages
 
 
-def encode(tier: int, message: Message) -> bytes:
+def encode(message: Message) -> bytes:
     """Return the frame of a message."""
     try:
         body = _encode(message)
     except UnicodeEncodeError:  # an exception's text may hold what UTF-8 has no bytes for
         fields = {name: _in_utf_8(field) for name, field in msgspec.structs.asdict(message).items()}
         body = _encode(msgspec.structs.replace(message, **fields))
-    return _HEAD.pack(len(body), tier) + body
+    return _HEAD.pack(len(body)) + body
 
 
 def decode_request(message: bytes | bytearray) -> Request:

@@ -45,6 +45,7 @@ _POLL_SECONDS = 0.005
 # in the same step.
 _LOOK_SECONDS = 0.02
 _GONE = "its host ended"
+_UNOPENED = "its store has neither opened nor said why not"
 _LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
 _ENDS = {
     True: frozenset({Status.MISSING, Status.DONE, Status.CORRUPT, Status.FAILED}),
@@ -71,8 +72,7 @@ class HostClient:
         is_awaited: bool = False,
     ) -> None:
         self._link = link
-        self._index = len(link.tiers)
-        link.tiers.append(self)
+        link.tier = self
         self.names = names
         self.limits: Limits | None = None
         self._grace = grace
@@ -110,7 +110,7 @@ class HostClient:
     def send_job(self, part: JobPart) -> bool:
         """Send a job, or a part of it."""
         job = part.message
-        message = wire.encode(self._index, job)
+        message = wire.encode(job)
         with self._link.lock:  # a thread that polls meanwhile finds the job, and may end it
             if not self._link.send(message):
                 return False
@@ -121,7 +121,7 @@ class HostClient:
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
         """Send a question."""
-        message = wire.encode(self._index, Probe(probe_id, keys, is_prefix))
+        message = wire.encode(Probe(probe_id, keys, is_prefix))
         with self._link.lock:
             if not self._link.send(message):
                 return False
@@ -131,18 +131,18 @@ class HostClient:
     def set_names(self, names: StorageNames) -> None:
         """Send other names, in order with the jobs; a host that is not there gets them when it is."""
         self.names = names
-        if self._link.connected and not self._link.send(wire.encode(self._index, Names(names.prefix, names.layout_id))):
+        if self._link.connected and not self._link.send(wire.encode(Names(names.prefix, names.layout_id))):
             self._link.kill("it cannot be sent the names of the new weights, since it does not read")
 
     def set_limits(self, limits: Limits) -> None:
         """Send other limits; a host that is not there gets them when it is, and one that does not read may go on."""
         self.limits = limits
-        self._link.send(wire.encode(self._index, limits))
+        self._link.send(wire.encode(limits))
 
     def abandon(self, job_id: int) -> None:
         """Drop the job if it has not begun; kill the host if it does not end the job in time."""
         if self._part(job_id) is not None and self._link.connected:
-            self._link.send(wire.encode(self._index, Abandon(job_id)))
+            self._link.send(wire.encode(Abandon(job_id)))
             self._kill_unless_done(job_id)
 
     def expect_end(self) -> None:
@@ -154,7 +154,7 @@ class HostClient:
         with self._link.lock:
             part = self._part(job_id)
             if part is not None and not part.to_release:
-                part.to_release = self._link.send(wire.encode(self._index, Release(job_id)))
+                part.to_release = self._link.send(wire.encode(Release(job_id)))
 
     def flush(self) -> None:
         """Send what the step has collected."""
@@ -207,7 +207,7 @@ class HostClient:
 
     def on_started(self, life: HostLife) -> None:
         """Start the clock of a new host process: it is killed unless it reports in time whether the store is open."""
-        self._link.launcher.kill_after(life, self._unopened, self._open_within)
+        self._link.launcher.kill_after(life, _UNOPENED, self._open_within)
 
     def take(self, event: Event) -> None:
         """Handle an event of this tier; ProtocolError if the host has no reason to report it."""
@@ -218,9 +218,9 @@ class HostClient:
                 event = self._of_one_epoch(event)
                 self._open_error = event.error
                 if self._link.life is not None:
-                    self._link.life.cancel_kill(self._unopened)
+                    self._link.life.cancel_kill(_UNOPENED)
                     if error:  # the host tries again, and says what comes of that
-                        self._link.launcher.kill_after(self._link.life, self._unopened, self._reopen_within)
+                        self._link.launcher.kill_after(self._link.life, _UNOPENED, self._reopen_within)
             case JobStarted(job_id):
                 self._take_start(job_id)
             case JobFailed(job_id):
@@ -255,10 +255,6 @@ class HostClient:
         self._in_flight = self._loads = 0
 
     # -- inside
-
-    @property
-    def _unopened(self) -> str:
-        return f"store {self._index} of it has neither opened nor said why not"
 
     def _of_one_epoch(self, event: Opened) -> Opened:
         """Refuse another epoch than the first: what the engine's memory holds must not be stored under a later one."""

@@ -39,7 +39,7 @@ _LAST_SECONDS = 1.0  # for a host that has closed its connection to end by itsel
 
 
 class LinkedTier(Protocol):
-    """The callbacks of the connection to each tier in its host."""
+    """The callbacks of the connection to the tier whose host it is."""
 
     names: StorageNames
     limits: Limits | None
@@ -62,17 +62,18 @@ class LinkedTier(Protocol):
 
 
 class HostConnection:
-    """The connection to one host, shared by the backends of all tiers that live in it.
+    """The connection to one host.
 
-    ``lock``: held by each method, and by the backends while they change what they remember of the host; never while
-    waiting.
+    ``lock``: held by each method, and by the tier while it changes what it remembers of the host; never while waiting.
+    ``tier``: set before the host is started.
     """
+
+    tier: LinkedTier
 
     def __init__(self, launcher: HostLauncher, host: HostProcess, logs: LogThread) -> None:
         self.launcher = launcher
         self.host = host
         self.logs = logs
-        self.tiers: list[LinkedTier] = []
         self.life: HostLife | None = None
         """The life that jobs are sent to, also when it is lost, until it has been reaped."""
         self._lost = False
@@ -131,8 +132,7 @@ class HostConnection:
                 self._receive(self.life)
             if self._lost and self.life is not None and self.life.status is not None:
                 self.life = None
-                for tier in self.tiers:
-                    tier.on_reaped()
+                self.tier.on_reaped()
 
     def kill(self, reason: str) -> None:
         """Kill the host, and count it as lost from now on."""
@@ -151,7 +151,7 @@ class HostConnection:
             if self.life is not None and not self.life.has_reported:
                 self.launcher.discard(self.life)
             else:
-                self.send(wire.encode(0, Close(seconds)))
+                self.send(wire.encode(Close(seconds)))
                 self.flush()
 
     def detach(self) -> None:
@@ -166,11 +166,11 @@ class HostConnection:
         self._incoming = select.poll()
         self._incoming.register(life.connection, select.POLLIN)
         self._unasked = 0
-        for index, tier in enumerate(self.tiers):  # they may have changed since its HELLO
-            self.send(wire.encode(index, Names(tier.names.prefix, tier.names.layout_id)))
-            if tier.limits is not None:
-                self.send(wire.encode(index, tier.limits))
-            tier.on_started(life)
+        tier = self.tier
+        self.send(wire.encode(Names(tier.names.prefix, tier.names.layout_id)))  # they may have changed since its HELLO
+        if tier.limits is not None:
+            self.send(wire.encode(tier.limits))
+        tier.on_started(life)
         if self._ending:
             self.launcher.discard(life)
 
@@ -178,14 +178,14 @@ class HostConnection:
         try:
             left = _FRAMES_PER_POLL
             if self._reader.waiting:
-                left -= self._take_frames(left)
+                left -= self._take_messages(left)
                 if not left:
                     return  # what comes faster than it is taken stays in the socket, and holds the host up
             data = self._read(life) if self._incoming.poll(0) else None
             if data:
                 life.has_reported = True
                 self._reader.feed(data)
-                left -= self._take_frames(left)
+                left -= self._take_messages(left)
             if life.kill_at and left and len(data or b"") < _BYTES_AT_ONCE:
                 self.launcher.all_read(life)
         except ProtocolError as error:
@@ -203,25 +203,22 @@ class HostConnection:
         except OSError:
             return b""
 
-    def _take_frames(self, most: int) -> int:
-        frames = self._reader.frames(most)
-        for tier, message in frames:
-            self._take(tier, wire.decode_report(message))
-        return len(frames)
+    def _take_messages(self, most: int) -> int:
+        messages = self._reader.messages(most)
+        for message in messages:
+            self._take(wire.decode_report(message))
+        return len(messages)
 
-    def _take(self, index: int, report: Report) -> None:
-        if index >= len(self.tiers):
-            raise ProtocolError(f"a message of tier {index}, of {len(self.tiers)}")
-        tier = self.tiers[index]
+    def _take(self, report: Report) -> None:
         if isinstance(report, LogLine | Stats | Opened):
             self._count_unasked()
         match report:
             case LogLine(level, text):
                 self.logs.post(level, text)
             case Stats(figures):
-                tier.take_stats(figures)
+                self.tier.take_stats(figures)
             case _:
-                tier.take(report)
+                self.tier.take(report)
 
     def _count_unasked(self) -> None:
         self._unasked += 1
@@ -238,5 +235,4 @@ class HostConnection:
         self.outbox.clear()
         if not self.life.being_killed:
             self.launcher.kill_after(self.life, "it has closed its connection", _LAST_SECONDS)
-        for tier in self.tiers:
-            tier.lost()
+        self.tier.lost()

@@ -1,12 +1,13 @@
 """The placement of tiers in tier hosts: which hosts each tier has, and the HELLO message of each host."""
 
+import itertools
 import json
 import logging
 import math
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvtiers._version import __version__
@@ -51,17 +52,9 @@ class HostedRegion:
     callers: Mapping[str, Any] | None = None
 
 
-@dataclass(slots=True)
-class _Host:
-    link: HostConnection
-    members: list[TierConfig] = field(default_factory=list)
-    is_started: bool = False
-
-
 class TierHosts:
-    """All hosts of one manager: one for each tier, several, or one for all tiers whose ``host`` is the same name.
+    """All hosts of one manager: one for each tier, or several. ``names``: those current now.
 
-    Make the pools of all tiers first, then ``start``: a host opens all its tiers at once. ``names``: those current now.
     ``is_awaited``: the caller waits for stores as for loads, so each poll looks at every host (see ``wait``).
     ``encryption``: where the hosts get the keys from, which are no part of a HELLO.
     """
@@ -85,47 +78,41 @@ class TierHosts:
         self._logs = LogThread()
         callers_fd = region.callers["fd"] if region.callers else None
         self._launcher = HostLauncher(region.fd, self._logs.post, () if callers_fd is None else (callers_fd,))
-        self._hosts: dict[tuple[bool, str], _Host] = {}
+        self._links: dict[str, list[HostConnection]] = {}
+        """By tier."""
 
     def pool(self, config: TierConfig, plugin: TierPlugin) -> HostPool:
-        """Return the hosts of one tier: one, which it may share with other tiers, or several for itself."""
+        """Start the hosts of one tier, in parallel."""
         count = host_count(config, plugin)
         share = share_of(config, plugin, count)
-        names = [config.host or config.tier_name]
+        names = [config.tier_name]
         if count > 1:
             names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
-        hosts = [PooledHost(name, self._in_host(share, name)) for name in names]
+        hosts = [PooledHost(name, self._started(share, name)) for name in names]
         return HostPool(hosts, max(value for _, value in self._region.sizes), plugin.shared_figures, self._is_awaited)
 
-    def _in_host(self, config: TierConfig, name: str) -> HostClient:
-        host = self._hosts.get((bool(config.host), name))
-        if host is None:
-            members: list[TierConfig] = []
-            process = HostProcess(name, lambda: self._hello(members))
-            host = _Host(HostConnection(self._launcher, process, self._logs), members)
-            self._hosts[bool(config.host), name] = host
-        host.members.append(config)
-        return HostClient(
-            host.link,
+    def _started(self, config: TierConfig, name: str) -> HostClient:
+        process = HostProcess(name, lambda: self._hello(config))
+        link = HostConnection(self._launcher, process, self._logs)
+        client = HostClient(
+            link,
             self._names(),
             deadline=config.deadline,
             grace=config.grace,
             longest_pause=config.breaker.max_delay,
             is_awaited=self._is_awaited,
         )
+        self._links.setdefault(config.tier_name, []).append(link)
+        self._launcher.start(process)
+        return client
 
-    def start(self) -> None:
-        """Start all hosts that have not been started, in parallel."""
-        for host in list(self._hosts.values()):
-            if not host.is_started:
-                host.is_started = True
-                self._launcher.start(host.link.host)
+    def _all_links(self) -> Iterator[HostConnection]:
+        return itertools.chain.from_iterable(list(self._links.values()))
 
     def end(self, tier: str, timeout: float) -> None:
-        """End the hosts that are this tier's alone; those that do not end within ``timeout`` seconds are killed."""
+        """End the hosts of this tier; those that do not end within ``timeout`` seconds are killed."""
         until = time.monotonic() + timeout
-        names = [name for name, host in list(self._hosts.items()) if [at.tier_name for at in host.members] == [tier]]
-        links = [self._hosts.pop(name).link for name in names]
+        links = self._links.pop(tier, [])
         for link in links:
             link.end(timeout)
         while any(link.host.life is not None for link in links) and time.monotonic() < until:
@@ -145,15 +132,15 @@ class TierHosts:
         """
         waiting = select.poll()
         waiting.register(wake, select.POLLIN)
-        for host in self._hosts.values():
-            if (connected := host.link.waitable()) is not None:
+        for link in self._all_links():
+            if (connected := link.waitable()) is not None:
                 waiting.register(*connected)
         waiting.poll(None if seconds is None else math.ceil(seconds * 1e3))
 
     def close(self, timeout: float) -> None:
         """End all hosts; those that do not within ``timeout`` seconds are killed. Their last lines are logged."""
         until = time.monotonic() + timeout
-        links = [host.link for host in self._hosts.values()]
+        links = list(self._all_links())
         for link in links:
             link.end(timeout)
             link.poll()
@@ -167,7 +154,7 @@ class TierHosts:
             link.detach()
         self._logs.close(_LOG_SECONDS)
 
-    def _hello(self, members: Sequence[TierConfig]) -> bytes:
+    def _hello(self, config: TierConfig) -> bytes:
         region, names, described = self._region, self._names(), self._described
         mapped: dict[str, object] = {
             "map_bytes": region.map_bytes,
@@ -178,28 +165,25 @@ class TierHosts:
             mapped["core_dumps"] = True
         if region.callers:
             mapped["callers"] = dict(region.callers)
-        tiers = [
-            {
-                "name": config.tier_name,
-                "options": dump_resolved(config),
-                "namespace": self._namespace,
-                "prefix": names.prefix,
-                "layout_id": names.layout_id.hex(),
-                "layout": "" if described is None or not described.is_of(names) else described.of_tier(config).document,
-                "sizes": region.sizes,
-                **self._key_sources(config),
-            }
-            for config in members
-        ]
+        tier = {
+            "name": config.tier_name,
+            "options": dump_resolved(config),
+            "namespace": self._namespace,
+            "prefix": names.prefix,
+            "layout_id": names.layout_id.hex(),
+            "layout": "" if described is None or not described.is_of(names) else described.of_tier(config).document,
+            "sizes": region.sizes,
+            **self._key_sources(config),
+        }
         hello = {
             "protocol": PROTOCOL_FORMAT,
             "release": __version__,
             "log_level": _log.getEffectiveLevel(),
-            "cpus": sorted({cpu for config in members for cpu in config.cpus}),
+            "cpus": sorted(set(config.cpus)),
             "region": mapped,
-            "tiers": tiers,
+            "tier": tier,
         }
-        return encode(0, Hello(json.dumps(hello)))
+        return encode(Hello(json.dumps(hello)))
 
     def _key_sources(self, config: TierConfig) -> dict[str, Any]:
         encryption = encryption_of(config, self._encryption)
@@ -214,7 +198,7 @@ def host_count(config: TierConfig, plugin: TierPlugin) -> int:
     """
     if config.processes != "auto":
         return config.processes
-    if config.host or not plugin.shareable or config.quotas:  # which one process counts
+    if not plugin.shareable or config.quotas:  # which one process counts
         return 1
     return max(1, min(_MOST_BY_ITSELF, int(_processors_of(config) // _PROCESSORS_A_HOST)))
 

@@ -181,7 +181,7 @@ class HostLauncher:
             if life is None:
                 if now >= host.start_at and not host.ending:
                     self._spawn(host)
-            elif reasons := [why for why, due in list(life.kill_at.items()) if due <= min(now, life.read_at)]:
+            elif not life.being_killed and (reasons := _due_reasons(life, now)):
                 self._kill(host, life, reasons[0])
 
     def _spawn(self, host: HostProcess) -> None:
@@ -271,6 +271,10 @@ class HostLauncher:
             if host.life is not None:
                 host.life.read_at = math.inf
                 host.life.kill_at["it did not end with the engine"] = until
+
+
+def _due_reasons(life: HostLife, now: float) -> list[str]:
+    return [why for why, due in list(life.kill_at.items()) if due <= min(now, life.read_at)]
 
 
 def _close_unused(host: HostProcess) -> None:

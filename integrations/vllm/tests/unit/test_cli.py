@@ -104,7 +104,6 @@ def test_a_variable_stays_a_variable(run):
         (("lookup_wait: 50ms", "budgets: {one_tier: 20%}"), "budgets: vLLM's own primary has none"),
         (("revision: abc", "revision: abc, kv_dtype: fp8"), "model.kv_dtype: the engine sets it"),
         (("deadline: 3s", "admission: on_eviction"), "admission: 'on_eviction' needs the whole stack"),
-        (("deadline: 3s", "host: shared"), "host: needs the whole stack"),
         (("memory, name: far, capacity: 2GiB", "memory-async, name: far, max_blocks: 9"), "moves rows by itself"),
         (("type: memory, name: far", "type: memroy, name: far"), "unknown tier type 'memroy'. Did you mean 'memory'?"),
     ],

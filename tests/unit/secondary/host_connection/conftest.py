@@ -1,4 +1,4 @@
-"""Two tiers in one host whose other end the test plays, and all its lives."""
+"""A tier's host whose other end the test plays, and all its lives."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from kvtiers.secondary.supervisor import HostLauncher, HostProcess
 
 @pytest.fixture
 def ends(kit, monkeypatch):
-    """Two tiers in one host, the second with time to spare, and all its lives, of which the test plays each."""
+    """A tier's host, and all its lives, of which the test plays each."""
     hosts, processes = [], []
 
     def fork(_launcher, _host, theirs, _handover):
@@ -29,23 +29,23 @@ def ends(kit, monkeypatch):
     monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
     logs = LogThread()
     launcher = HostLauncher(0, logs.post)
-    process = HostProcess("test", lambda: wire.encode(0, Hello("{}")))
+    process = HostProcess("test", lambda: wire.encode(Hello("{}")))
     link = HostConnection(launcher, process, logs)
-    tiers = [HostClient(link, kit.NAMES, deadline=kit.PATIENCE, grace=grace) for grace in (0.05, kit.PATIENCE)]
+    tier = HostClient(link, kit.NAMES, deadline=kit.PATIENCE, grace=kit.PATIENCE)
     launcher.start(process)
 
-    def poll(tier=0, *, until=None):
+    def poll(*, until=None):
         """Poll until an event of this kind has come; return all that came."""
-        events = list(tiers[tier].poll())
+        events = list(tier.poll())
         if until is not None:
             kit.wait_until(
-                lambda: events.extend(tiers[tier].poll()) or any(isinstance(event, until) for event in events),
+                lambda: events.extend(tier.poll()) or any(isinstance(event, until) for event in events),
                 f"a {until.__name__}",
             )
         return events
 
-    kit.wait_until(lambda: tiers[0].poll() or link.connected, "the first life")
-    yield SimpleNamespace(hosts=hosts, link=link, tiers=tiers, process=process, processes=processes, poll=poll)
+    kit.wait_until(lambda: tier.poll() or link.connected, "the first life")
+    yield SimpleNamespace(hosts=hosts, link=link, tier=tier, process=process, processes=processes, poll=poll)
     launcher.close(0.0)
     link.detach()
     for host in hosts:

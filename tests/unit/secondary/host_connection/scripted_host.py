@@ -19,13 +19,13 @@ class Host:
         self._reader = FrameReader()
 
     def heard(self):
-        """Return the tier and the message of each that has come."""
+        """Return the messages that have come."""
         with contextlib.suppress(BlockingIOError):
             self._reader.feed(self.socket.recv(1 << 20))
-        return [(tier, wire.decode_request(message)) for tier, message in self._reader.frames(10_000)]
+        return [wire.decode_request(message) for message in self._reader.messages(10_000)]
 
-    def say(self, *events, tier=0):
-        self.send(*(wire.encode(tier, event) for event in events))
+    def say(self, *events):
+        self.send(*(wire.encode(event) for event in events))
 
     def send(self, *messages):
         self.socket.setblocking(True)

@@ -246,7 +246,6 @@ class _Parts:
             if self._hosts is not None:
                 pool = self._hosts.pool(config, plugin)
                 self.tier = self._tier_of(pool, num_rows)
-                self._hosts.start()
             else:
                 self._rows = rows
                 views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))

@@ -96,6 +96,4 @@ def _not_here(config: TierConfig, extra_config: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"admission: {config.admission!r} needs the whole stack (KvtiersConnector); here it can be 'all' alone"
         )
-    if config.host:
-        problems.append("host: needs the whole stack (KvtiersConnector); here each tier has a host of its own")
     return problems
