@@ -163,10 +163,8 @@ def _trouble(tier: Mapping[str, Any], sentence: str) -> str:
 
 def state_of(tier: Mapping[str, Any]) -> str:
     """Return a word or two for the state of a tier, as its engine has answered."""
-    if tier["off"]:
-        return "off"
-    if tier.get("retired"):
-        return "retired"
+    if tier["off"] or tier.get("retired"):
+        return "off" if tier["off"] else "retired"
     if tier["switch"] != "on":
         return f"{tier['switch']} (ctl)"
     if not tier["open"]:
