@@ -56,9 +56,6 @@ class ScriptedBackend:
     def close(self, timeout):
         self.calls.append(("close", timeout))
 
-    def log(self, level, text):
-        self.calls.append(("log", level, text))
-
     def stats(self):
         return self.own
 

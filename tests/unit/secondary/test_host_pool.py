@@ -52,9 +52,6 @@ class Group:
         self.group._look_at = 0.0
         return [event if job is None else as_reported(job, event) for job, event in self.group.poll()]
 
-    def logged(self):
-        return [call[2] for call in self.played[0].calls if call[0] == "log"]
-
 
 @pytest.fixture
 def keys(kit):
@@ -328,28 +325,28 @@ def test_draining_listens_to_all_hosts_and_says_whether_all_have_ended(keys):
 # -- whether it is open
 
 
-def test_a_tier_opens_with_its_first_host_and_is_gone_with_its_last():
+def test_a_tier_opens_with_its_first_host_and_is_gone_with_its_last(caplog):
     tier = Group(2, opened=False)
     tier.played[1].say(Opened("no"))
     assert tier.events() == [], "the other one may still open"
     tier.played[0].say(Opened())
     assert tier.events() == [Opened()]
-    assert tier.logged() == ["t (2 of 2): out of use: no; the tier goes on with its other hosts"]
+    assert caplog.messages == ["t (2 of 2): out of use: no; the tier goes on with its other hosts"]
     tier.played[1].say(Opened("no"), Opened())
     assert tier.events() == []
-    assert tier.logged()[1:] == ["t (2 of 2): back in use"]
+    assert caplog.messages[1:] == ["t (2 of 2): back in use"]
     tier.played[1].lose()
     tier.played[0].lose()
     assert tier.events()[-1] == Opened("its host ended")
 
 
-def test_a_tier_none_of_whose_hosts_opens_says_so_once_all_have_tried():
+def test_a_tier_none_of_whose_hosts_opens_says_so_once_all_have_tried(caplog):
     tier = Group(2, opened=False)
     tier.played[0].say(Opened("no"))
     assert tier.events() == []
     tier.played[1].say(Opened("neither"))
     assert tier.events() == [Opened("neither")]
-    assert tier.logged() == [], "the tier says it"
+    assert caplog.messages == [], "the tier says it"
 
 
 def test_when_a_host_is_lost_the_others_are_tried_at_once_after_its_failures(keys):
@@ -362,14 +359,14 @@ def test_when_a_host_is_lost_the_others_are_tried_at_once_after_its_failures(key
     assert not events[-1].error
 
 
-def test_a_host_that_opens_in_another_epoch_stays_out():
+def test_a_host_that_opens_in_another_epoch_stays_out(caplog):
     tier = Group(3, opened=False)
     tier.played[0].say(Opened(epoch="1"))
     tier.played[1].say(Opened(epoch="2"))
     tier.played[2].say(Opened(epoch="1"))
     assert tier.events() == [Opened(epoch="1")]
     assert tier.group.stats()["hosts_open"] == 2
-    assert BUMPED in tier.logged()[0]
+    assert BUMPED in caplog.messages[0]
     tier.played[0].lose()
     tier.played[2].lose()
     assert [event.error for event in tier.events() if isinstance(event, Opened)][-1] == "its host ended"
@@ -401,7 +398,7 @@ def test_the_host_is_restarted_whose_answer_is_in_flight_for_longest(keys):
 # -- one host alone
 
 
-def test_one_host_alone_gets_whole_jobs_and_nothing_while_it_is_out_of_use(keys):
+def test_one_host_alone_gets_whole_jobs_and_nothing_while_it_is_out_of_use(keys, caplog):
     tier = Group(1)
     assert tier.send(load(1, keys))
     assert list(tier.played[0].jobs[1].keys) == keys
@@ -413,7 +410,7 @@ def test_one_host_alone_gets_whole_jobs_and_nothing_while_it_is_out_of_use(keys)
     tier.played[0].say(Opened())
     assert [type(event) for event in tier.events()] == [JobDone, Opened]
     assert tier.send(load(4, keys))
-    assert tier.logged() == [], "the tier says it"
+    assert caplog.messages == [], "the tier says it"
 
 
 def test_one_host_alone_is_polled_in_each_step_and_drained_with_all_the_time(keys, monkeypatch):
@@ -440,8 +437,8 @@ def test_figures_of_hosts_are_added_up_and_those_of_the_store_are_not():
     assert tier.group.stats()["bytes"] == 9, "of one that is there"
 
 
-def test_lines_of_the_log_are_warnings():
+def test_lines_of_the_log_are_warnings(caplog):
     tier = Group(2)
     tier.played[1].lose()
     tier.events()
-    assert [call[1] for call in tier.played[0].calls if call[0] == "log"] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]

@@ -11,12 +11,7 @@ from kvtiers.secondary.supervisor import HostLauncher, HostProcess
 
 
 @pytest.fixture
-def lines():
-    return []
-
-
-@pytest.fixture
-def launcher(lines, monkeypatch, kit):
+def launcher(monkeypatch, kit):
     """A launcher whose hosts sleep."""
     processes = []
 
@@ -25,7 +20,7 @@ def launcher(lines, monkeypatch, kit):
         return processes[-1]
 
     monkeypatch.setattr(HostLauncher, "_fork", fork)
-    launcher = HostLauncher(0, lambda _level, text: lines.append(text))
+    launcher = HostLauncher(0)
     yield launcher
     monkeypatch.undo()
     for process in processes:
@@ -34,7 +29,7 @@ def launcher(lines, monkeypatch, kit):
     kit.wait_until(lambda: not launcher._thread.is_alive(), "the thread's end")
 
 
-def test_a_host_held_by_the_kernel_is_killed_once_and_not_all_the_time(launcher, lines, kit, monkeypatch):
+def test_a_host_held_by_the_kernel_is_killed_once_and_not_all_the_time(launcher, caplog, kit, monkeypatch):
     host = HostProcess("held", lambda: b"")
     launcher.start(host)
     kit.wait_until(lambda: host.lives, "its first life")
@@ -56,6 +51,6 @@ def test_a_host_held_by_the_kernel_is_killed_once_and_not_all_the_time(launcher,
         launcher._requests.put(looked.set)
         assert looked.wait(kit.PATIENCE)
     assert len(kills) == 1
-    assert lines == ["held: its host is killed: it hangs"]
+    assert caplog.messages == ["held: its host is killed: it hangs"]
     assert life.status is None, "its rows are not free yet"
     life.connection.close()

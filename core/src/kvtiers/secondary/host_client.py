@@ -38,6 +38,7 @@ __all__ = ["BUMPED", "HostClient"]
 
 BUMPED = "its namespace was bumped while this engine ran, which holds KV from before; restart the engine"
 
+_log = logging.getLogger("kvtiers.secondary")
 _EVENTS_PER_POLL = 2048
 _POLL_SECONDS = 0.005
 # How often a host is polled while no request waits for its answer. Polling seldom is cheaper: most of the cost are the
@@ -178,10 +179,6 @@ class HostClient:
         """Kill the host and start another one."""
         self._link.kill(reason)
 
-    def log(self, level: int, text: str) -> None:
-        """Write a line to the log, on a thread of its own."""
-        self._link.logs.post(level, text)
-
     def stats(self) -> dict[str, float]:
         """Return the store's last figures, and those of the host itself."""
         own = {"host_starts": self._link.host.started, "hosts": 1, "hosts_open": int(self._open_error == "")}
@@ -264,7 +261,7 @@ class HostClient:
             self._epoch = event.epoch
         if event.epoch == self._epoch:
             return event
-        self.log(logging.WARNING, f"{self._link.host.name}: {BUMPED}")
+        _log.warning("%s: %s", self._link.host.name, BUMPED)
         return Opened(BUMPED)
 
     def _unended(self) -> list[tuple[int, JobPart]]:

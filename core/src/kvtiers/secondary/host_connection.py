@@ -15,22 +15,24 @@ lost         the process has been reaped: to no life
 ===========  =========================================================================================
 """
 
+import logging
 import math
 import select
 import threading
 import time
+from collections import deque
 from typing import Protocol
 
 from kvtiers.host import wire
-from kvtiers.host.messages import Close, Event, Limits, LogLine, Names, Opened, Report, Stats
+from kvtiers.host.messages import SAY_ONCE, Close, Event, Limits, LogLine, Names, Opened, Report, Stats
 from kvtiers.host.wire import MAX_REPORT_BYTES, FrameReader, ProtocolError
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.memfd import detach_in_children
-from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.supervisor import HostLauncher, HostLife, HostProcess
 
 __all__ = ["HostConnection", "LinkedTier"]
 
+_log = logging.getLogger("kvtiers.secondary")
 _OUTBOX_BYTES = 4 * 2**20
 _FRAMES_PER_POLL = 1024
 _BYTES_AT_ONCE = 1 << 16  # the allocator would map a larger buffer for each read
@@ -65,15 +67,15 @@ class HostConnection:
     """The connection to one host.
 
     ``lock``: held by each method, and by the tier while it changes what it remembers of the host; never while waiting.
-    ``tier``: set before the host is started.
+    ``tier``: set before the host is started. ``said_once``: the lines of the log, of all hosts, that come once.
     """
 
     tier: LinkedTier
 
-    def __init__(self, launcher: HostLauncher, host: HostProcess, logs: LogThread) -> None:
+    def __init__(self, launcher: HostLauncher, host: HostProcess, said_once: deque[str]) -> None:
         self.launcher = launcher
         self.host = host
-        self.logs = logs
+        self._said_once = said_once
         self.life: HostLife | None = None
         """The life that jobs are sent to, also when it is lost, until it has been reaped."""
         self._lost = False
@@ -214,11 +216,18 @@ class HostConnection:
             self._count_unasked()
         match report:
             case LogLine(level, text):
-                self.logs.post(level, text)
+                self._log_line(level, text)
             case Stats(figures):
                 self.tier.take_stats(figures)
             case _:
                 self.tier.take(report)
+
+    def _log_line(self, level: int, text: str) -> None:
+        if level & SAY_ONCE:
+            if text in self._said_once:
+                return
+            self._said_once.append(text)
+        _log.log(level & ~SAY_ONCE, "%s", text)
 
     def _count_unasked(self) -> None:
         self._unasked += 1

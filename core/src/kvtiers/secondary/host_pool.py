@@ -32,6 +32,7 @@ from kvtiers.secondary.tier_jobs import InflightJob, JobPart
 
 __all__ = ["HostPool", "PoolEvent", "PooledHost", "StoreBackend"]
 
+_log = logging.getLogger("kvtiers.secondary")
 _LEAST_VALUES, _LEAST_BYTES = 16, 4 * 2**20  # a part that has fewer of both ends sooner than it could be shared out
 _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 0.025  # how often hosts without work are polled: each client polls its own a little more often
@@ -83,9 +84,6 @@ class StoreBackend(Protocol):
 
     def restart(self, reason: str) -> None:
         """Restart the I/O, if that is possible: the store does not answer any more."""
-
-    def log(self, level: int, text: str) -> None:
-        """Write a line to the log, on another thread than the engine's."""
 
     def stats(self) -> dict[str, float]:
         """Return the store's own figures, as of its last report."""
@@ -250,10 +248,6 @@ class HostPool:
         for host in itertools.islice(self._asked.values(), 1):
             host.backend.restart(reason)
 
-    def log(self, level: int, text: str) -> None:
-        """Write a line to the log, on a thread of its own."""
-        self._hosts[0].backend.log(level, text)
-
     def stats(self) -> dict[str, float]:
         """Return the sums of the hosts' figures. Those of the store itself (``shared_figures``) are one open host's."""
         if self._only is not None:
@@ -372,7 +366,7 @@ class HostPool:
         elif not self._is_open and (was_open or all(other.error for other in self._hosts)):
             self._events.append((None, Opened(error)))
         for line in self._changes():
-            self.log(logging.WARNING, line)
+            _log.warning("%s", line)
 
     def _changes(self) -> Iterator[str]:
         """Yield log lines about single hosts, each once; the line for a tier without any host is the tier's."""

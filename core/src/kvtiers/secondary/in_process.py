@@ -15,7 +15,6 @@ from kvtiers.host.transfer_pool import PoolOptions, TransferPool
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.tier_jobs import JobPart
 
 __all__ = ["InProcessBackend"]
@@ -40,7 +39,6 @@ class InProcessBackend:
         self._events: deque[Event] = deque()
         self._opened = threading.Event()
         self._open_error = "not opened yet"
-        self._logs = LogThread()
         self._pool = TransferPool(
             open_store,
             views,
@@ -102,10 +100,6 @@ class InProcessBackend:
     def restart(self, reason: str) -> None:
         """Do nothing: a thread that hangs cannot be ended, so nothing can be restarted here."""
 
-    def log(self, level: int, text: str) -> None:
-        """Write a line to the log, on a thread of its own."""
-        self._logs.post(level, text)
-
     def stats(self) -> dict[str, float]:
         """Return the pool's and the store's figures."""
         return self._pool.stats()
@@ -123,4 +117,3 @@ class InProcessBackend:
     def close(self, timeout: float) -> None:
         """End the threads and close the store."""
         self._pool.close(timeout)
-        self._logs.close(1.0)

@@ -6,6 +6,7 @@ import logging
 import math
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +23,13 @@ from kvtiers.region.limits import usable_processors
 from kvtiers.secondary.host_client import HostClient
 from kvtiers.secondary.host_connection import HostConnection
 from kvtiers.secondary.host_pool import HostPool, PooledHost
-from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.supervisor import HostLauncher, HostProcess
 
 __all__ = ["HostedRegion", "TierHosts", "host_count", "share_of", "store_threads"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _POLL_SECONDS = 0.005
-_LOG_SECONDS = 1.0
+_MOST_REMEMBERED = 100  # lines of the log that come once
 _MOST_BY_ITSELF = 8  # each takes 20 to 60 MB of memory
 _PROCESSORS_A_HOST = 2  # the engine, its workers and the store's server need some, too
 _PROCESSORS_A_WRITER = 2
@@ -75,9 +75,9 @@ class TierHosts:
         self._region = region
         self._namespace = namespace
         self._names = names
-        self._logs = LogThread()
+        self._said_once: deque[str] = deque(maxlen=_MOST_REMEMBERED)
         callers_fd = region.callers["fd"] if region.callers else None
-        self._launcher = HostLauncher(region.fd, self._logs.post, () if callers_fd is None else (callers_fd,))
+        self._launcher = HostLauncher(region.fd, () if callers_fd is None else (callers_fd,))
         self._links: dict[str, list[HostConnection]] = {}
         """By tier."""
 
@@ -93,7 +93,7 @@ class TierHosts:
 
     def _started(self, config: TierConfig, name: str) -> HostClient:
         process = HostProcess(name, lambda: self._hello(config))
-        link = HostConnection(self._launcher, process, self._logs)
+        link = HostConnection(self._launcher, process, self._said_once)
         client = HostClient(
             link,
             self._names(),
@@ -138,7 +138,7 @@ class TierHosts:
         waiting.poll(None if seconds is None else math.ceil(seconds * 1e3))
 
     def close(self, timeout: float) -> None:
-        """End all hosts; those that do not within ``timeout`` seconds are killed. Their last lines are logged."""
+        """End all hosts; those that do not within ``timeout`` seconds are killed."""
         until = time.monotonic() + timeout
         links = list(self._all_links())
         for link in links:
@@ -152,7 +152,6 @@ class TierHosts:
         for link in links:
             link.poll()
             link.detach()
-        self._logs.close(_LOG_SECONDS)
 
     def _hello(self, config: TierConfig) -> bytes:
         region, names, described = self._region, self._names(), self._described

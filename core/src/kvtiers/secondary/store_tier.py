@@ -24,6 +24,7 @@ from kvtiers.secondary.tier_jobs import EventTier, InflightJob, TierEvent, not_d
 
 __all__ = ["ChunkStoreTier"]
 
+_log = logging.getLogger("kvtiers.secondary")
 _PROBE_KEY = b"\x00" * 8
 """Any key will do: the breaker's probe asks whether the store answers, not what.
 
@@ -207,8 +208,8 @@ class ChunkStoreTier(EventTier):
         self._counts.figures["dropped_shutdown"] += chunks
         if jobs:
             self._hosts.expect_end()
-            text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
-            self.log(logging.WARNING, text)
+            text = "%s: shutdown within %.3gs dropped %d jobs with %d chunks"
+            _log.warning(text, self._name, timeout, jobs, chunks)
         return not self._hosts.in_flight
 
     def close(self) -> None:
@@ -233,11 +234,7 @@ class ChunkStoreTier(EventTier):
         if not warned and not self._is_ending:
             # A bumped namespace stays bumped: no later try opens it for this engine.
             outlook = "its lookups miss" if error == BUMPED else _TRIED_AGAIN
-            self.log(logging.WARNING, f"{self._name}: out of use: {error}; {outlook}")
-
-    def log(self, level: int, text: str) -> None:
-        """Write a line to the log, on another thread than the engine's. ``text`` begins with the tier's name."""
-        self._hosts.log(level, text)
+            _log.warning("%s: out of use: %s; %s", self._name, error, outlook)
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask at once about a prefix that will be looked up soon, and send whatever else is to be asked."""
@@ -385,7 +382,7 @@ class ChunkStoreTier(EventTier):
         if ok:
             self._lookups.clear()
             if not self._breaker.relapses:  # else its loads are still to succeed
-                self._hosts.log(logging.WARNING, f"{self._name}: answers again; back in use")
+                _log.warning("%s: answers again; back in use", self._name)
 
     def _note_failed(self, job: InflightJob, error: str) -> None:
         """Count a job as failed whose result is still to come; what it was to load is a miss."""
@@ -401,8 +398,8 @@ class ChunkStoreTier(EventTier):
         if job.job_id in self._dropped:
             self._dropped_results.append(result)
         if damaged:
-            text = f"{self._name}: {damaged} of {len(job.keys)} values are damaged; counted as misses"
-            self.log(logging.WARNING, text)
+            text = "%s: %d of %d values are damaged; counted as misses"
+            _log.warning(text, self._name, damaged, len(job.keys))
         if inflight.is_store:
             self._watch_drops(statuses, inflight.error)
         # A job reported as failed is counted already, whatever became of it later.
@@ -426,7 +423,7 @@ class ChunkStoreTier(EventTier):
             self._refusing.stored(written, statuses.count(Status.REFUSED), error),
         ):
             if line:
-                self.log(logging.WARNING, line)
+                _log.warning("%s", line)
 
     def _forget(self, keys: Sequence[OffloadKey]) -> None:
         self._lookups.lost(keys)
@@ -445,7 +442,7 @@ class ChunkStoreTier(EventTier):
         has_relapsed = breaker.relapses > 0
         breaker.record(ok=True, is_load=is_load)
         if has_relapsed and not breaker.relapses:
-            self._hosts.log(logging.WARNING, f"{self._name}: its loads succeed again; back in use")
+            _log.warning("%s: its loads succeed again; back in use", self._name)
 
     def _note_error(self, error: str, *, is_load: bool = False) -> None:
         self._counts.figures["errors"] += 1
@@ -461,4 +458,4 @@ class ChunkStoreTier(EventTier):
             text += "loads are tried now and then, without a line, until one succeeds"
         else:
             return
-        self._hosts.log(logging.WARNING, f"{self._name}: {text}")
+        _log.warning("%s: %s", self._name, text)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostLauncher", "HostLife", "HostProcess"]
 
+_log = logging.getLogger("kvtiers.secondary")
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 _HEALTHY_SECONDS = 60.0  # a host that lived this long starts again without delay
 _REAP_SECONDS = 5.0
@@ -96,15 +97,14 @@ class HostProcess:
 
 
 class HostLauncher:
-    """The thread. ``region_fd`` is handed to every host and stays the caller's; ``log`` takes lines and never waits.
+    """The thread. ``region_fd`` is handed to every host and stays the caller's.
 
     ``more_fds``: others that hosts get, whose presence the HELLO says.
     """
 
-    def __init__(self, region_fd: int, log: Callable[[int, str], None], more_fds: Sequence[int] = ()) -> None:
+    def __init__(self, region_fd: int, more_fds: Sequence[int] = ()) -> None:
         self._region_fd = region_fd
         self._more_fds = more_fds
-        self._log = log
         self._hosts: list[HostProcess] = []
         self._requests: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._closing = False
@@ -163,7 +163,7 @@ class HostLauncher:
                 try:
                     work()
                 except Exception as error:  # noqa: BLE001 -- with this thread, all hosts would die
-                    self._log(logging.ERROR, f"tier hosts: {error_text(error)}")
+                    _log.error("tier hosts: %s", error_text(error))
 
     def _pause(self) -> float | None:
         """Return how long there is nothing to do but requests; None: for ever."""
@@ -197,7 +197,7 @@ class HostLauncher:
                 end.close()
             host.trouble = f"its host cannot be started: {error_text(error)}"
             self._back_off(host, 0.0)
-            self._log(logging.WARNING, f"{host.name}: {host.trouble}; next try in {host.delay:g}s")
+            _log.warning("%s: %s; next try in %gs", host.name, host.trouble, host.delay)
             return
         theirs.close()
         with contextlib.suppress(OSError):  # it has ended already: the waiter says so
@@ -250,7 +250,7 @@ class HostLauncher:
         self._back_off(host, time.monotonic() - life.started)
         if not host.ending:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-            self._log(_level(host), f"{host.name}: its host ended ({how}); a new one starts in {host.delay:g}s")
+            _log.log(_level(host), "%s: its host ended (%s); a new one starts in %gs", host.name, how, host.delay)
         life.status = status  # last: from now on its rows may be leased again
 
     @staticmethod
@@ -262,7 +262,7 @@ class HostLauncher:
         life.being_killed = True
         life.kill_at.clear()
         if _kill_if_running(life):
-            self._log(_level(host), f"{host.name}: its host is killed: {reason}")
+            _log.log(_level(host), "%s: its host is killed: %s", host.name, reason)
 
     def _end(self, until: float) -> None:
         self._closing = True

@@ -236,9 +236,7 @@ class TierSlot:
     def watch_speed(self, now: float) -> None:
         """Log when the tier becomes too slow, and when it is fast enough again."""
         if line := self._slow_watch.look(now):
-            log = getattr(self.tier, "log", None)
-            if log is not None:
-                self._do(log, logging.WARNING, line)
+            _log.warning("%s", line)
 
     def _figures(self) -> dict[str, float]:
         stats = getattr(self.tier, "stats", None)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,6 @@ from kvtiers.host import wire
 from kvtiers.host.messages import Hello
 from kvtiers.secondary.host_client import HostClient
 from kvtiers.secondary.host_connection import HostConnection
-from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.supervisor import HostLauncher, HostProcess
 
 
@@ -27,10 +27,9 @@ def ends(kit, monkeypatch):
 
     monkeypatch.setattr(HostLauncher, "_fork", fork)
     monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
-    logs = LogThread()
-    launcher = HostLauncher(0, logs.post)
+    launcher = HostLauncher(0)
     process = HostProcess("test", lambda: wire.encode(Hello("{}")))
-    link = HostConnection(launcher, process, logs)
+    link = HostConnection(launcher, process, deque(maxlen=2))
     tier = HostClient(link, kit.NAMES, deadline=kit.PATIENCE, grace=kit.PATIENCE)
     launcher.start(process)
 
@@ -50,5 +49,4 @@ def ends(kit, monkeypatch):
     link.detach()
     for host in hosts:
         host.socket.close()
-    logs.close(kit.PATIENCE)
     assert all(process.returncode is not None for process in processes)

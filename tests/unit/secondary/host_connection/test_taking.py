@@ -3,6 +3,7 @@
 Whole lying hosts are in ``tests/integration/hosts``.
 """
 
+import logging
 import math
 import select
 import threading
@@ -11,7 +12,18 @@ import pytest
 from tests.unit.secondary.host_connection.scripted_host import load, store
 
 from kvtiers.host import wire
-from kvtiers.host.messages import Abandon, JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
+from kvtiers.host.messages import (
+    SAY_ONCE,
+    Abandon,
+    JobDone,
+    JobFailed,
+    JobReleased,
+    JobStarted,
+    LogLine,
+    Opened,
+    Probed,
+    Status,
+)
 from kvtiers.secondary import host_client, host_connection
 
 DONE, FAILED = Status.DONE, Status.FAILED
@@ -142,6 +154,16 @@ def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):
         events += came
     kit.wait_until(lambda: events.extend(tier.poll()) or len(events) == count, "the last result")
     assert [event.job_id for event in events] == list(range(count))
+
+
+def test_what_is_to_be_said_once_is_logged_once_for_each_text_whichever_host_says_it(ends, kit, caplog):
+    """Two texts are remembered here."""
+    once, always = logging.WARNING | SAY_ONCE, logging.WARNING
+    said = [(once, text) for text in ("a", "b", "a", "b")] + [(always, "a")] * 2 + [(once, text) for text in "caa"]
+    ends.hosts[0].say(*(LogLine(level, text) for level, text in said), Opened())
+    ends.poll(until=Opened)
+    assert caplog.messages == ["a", "b", "a", "a", "c", "a"]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 ABOUT_NOTHING = {

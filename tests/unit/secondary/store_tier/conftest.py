@@ -10,8 +10,10 @@ from kvtiers.secondary.store_tier import ChunkStoreTier
 
 
 @pytest.fixture
-def backend():
-    return HandBackend()
+def backend(caplog):
+    backend = HandBackend()
+    backend.caplog = caplog
+    return backend
 
 
 @pytest.fixture

@@ -15,13 +15,19 @@ class HandBackend:
     """A backend whose host is the test: it sees what is sent, and says what comes back."""
 
     def __init__(self):
-        self.jobs, self.probes, self.abandoned, self.restarts, self.logged = [], [], [], [], []
+        self.jobs, self.probes, self.abandoned, self.restarts = [], [], [], []
+        self.caplog = None
         self.names = None
         self.parts = {}
         self.takes_jobs = self.takes_probes = True
         self._events = deque()
         self.drained = True
         self.state = None
+
+    @property
+    def logged(self):
+        """What the tier has logged so far."""
+        return self.caplog.messages
 
     def say(self, *events):
         self._events.extend(events)
@@ -60,9 +66,6 @@ class HandBackend:
 
     def restart(self, reason):
         self.restarts.append(reason)
-
-    def log(self, level, text):
-        self.logged.append(text)
 
     def stats(self):
         return {"held_values": 3.0}

@@ -94,10 +94,6 @@ class Sealer:
             self._reads_figures = True
             self._work.put(self._read_figures)
 
-    def log(self, level: int, text: str) -> None:
-        """Write a line to the log, on this thread."""
-        self._work.put(lambda: _log.log(level, "%s", text))
-
     def wait_open(self, timeout: float) -> str:
         """Wait (from any thread) until the tier is open; return "" then, else why it is not."""
         self._opened.wait(timeout)

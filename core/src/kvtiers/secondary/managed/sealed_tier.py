@@ -19,7 +19,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from kvtiers._failures import log_with_backoff, plugin_boundary
 from kvtiers.api import (
@@ -39,6 +38,7 @@ from kvtiers.secondary.tier_jobs import EventTier, TierEvent, is_of, not_done, p
 
 __all__ = ["SealedTier"]
 
+_log = logging.getLogger("kvtiers.secondary")
 _CLOSE_SECONDS = 5.0
 _LATE_SECONDS = 0.5  # by which a tier's drain() may take longer than it was given
 _FIGURES_SECONDS = 1.0  # how often the tier's own figures are read
@@ -173,8 +173,8 @@ class SealedTier(EventTier):
         ended = [known.result for known in unfinished if known.result is not None]
         jobs, chunks = not_done({known.job.job_id: known.job for known in unfinished}, ended)
         if jobs:
-            text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
-            self._sealer.log(logging.WARNING, text)
+            text = "%s: shutdown within %.3gs dropped %d jobs with %d chunks"
+            _log.warning(text, self._name, timeout, jobs, chunks)
         return not self._jobs
 
     def close(self) -> None:
@@ -194,10 +194,6 @@ class SealedTier(EventTier):
 
     def warn_unusable(self, error: str) -> None:
         """Do nothing: the sealing thread opens the tier, and has logged this itself."""
-
-    def log(self, level: int, text: str) -> None:
-        """Write a line to the log, on another thread than the engine's. ``text`` begins with the tier's name."""
-        self._sealer.log(level, text)
 
     def set_names(self, names: StorageNames) -> None:
         """Use other keys and names from now on."""
@@ -253,7 +249,7 @@ class SealedTier(EventTier):
                     tier.submit_store(sealed.inner)
                 error = submit.error  # a submit that raises began nothing
             if error:
-                self._sealer.log(logging.INFO, f"{self._name}: store job {sealed.job.job_id}: {error}")
+                _log.info("%s: store job %d: %s", self._name, sealed.job.job_id, error)
                 self._sealer.results.append(JobResult(sealed.job.job_id, success=False))
 
     def _finished(self, tier: SecondaryTierManager | None) -> list[JobResult]:
@@ -288,8 +284,8 @@ class SealedTier(EventTier):
         draining.start()
         draining.join(seconds + _LATE_SECONDS)
         if draining.is_alive():
-            text = f"its drain() does not return within the shutdown's {timeout:.3g}s"
-            self._sealer.log(logging.WARNING, f"{self._name}: {text}; the tier is left as it is, and not closed")
+            late = f"its drain() does not return within the shutdown's {timeout:.3g}s"
+            _log.warning("%s: %s; the tier is left as it is, and not closed", self._name, late)
         return not draining.is_alive()
 
     def _last_results(self, tier: SecondaryTierManager | None, until: float) -> list[JobResult]:
@@ -305,14 +301,14 @@ class SealedTier(EventTier):
             call(context)
         if boundary.error:
             self._raised = times = self._raised + 1
-            text = f"{self._name}: its {name}() failed ({times} times so far): {boundary.error}"
-            log_with_backoff(times, partial(self.log, logging.WARNING), text)
+            text = "%s: its %s() failed (%d times so far): %s"
+            log_with_backoff(times, _log.warning, text, self._name, name, times, boundary.error)
 
     def _try(self, name: str, call: Callable[[], object]) -> None:
         with plugin_boundary(exits=True) as boundary:
             call()
         if boundary.error:
-            self._sealer.log(logging.WARNING, f"{self._name}: its {name}() failed: {boundary.error}")
+            _log.warning("%s: its %s() failed: %s", self._name, name, boundary.error)
 
     def _reported(self, result: JobResult) -> list[JobResult]:
         """Return what may be passed on of the tier's own result; what it has loaded is checked first."""
@@ -342,7 +338,7 @@ class SealedTier(EventTier):
             self._probing_with = None
             self._breaker.probed(ok=ok and not known.failed_in_use, is_load=known.job.is_promotion)
             if self._breaker.state is BreakerState.CLOSED and not self._breaker.relapses:
-                self.log(logging.WARNING, f"{self._name}: works again; back in use")
+                _log.warning("%s: works again; back in use", self._name)
         elif not known.failed_in_use:
             self._record(known, ok=ok)
 
@@ -352,10 +348,10 @@ class SealedTier(EventTier):
         breaker.record(ok=ok, is_load=known.job.is_promotion)
         if breaker.state is not was and breaker.relapses <= 1:
             what = "loads" if known.job.is_promotion else "jobs"
-            text = f"taken out of use after {what} that failed; it is tried with one until that succeeds"
-            self.log(logging.WARNING, f"{self._name}: {text}")
+            text = "%s: taken out of use after %s that failed; it is tried with one until that succeeds"
+            _log.warning(text, self._name, what)
         elif relapses and not breaker.relapses:
-            self.log(logging.WARNING, f"{self._name}: its loads succeed again; back in use")
+            _log.warning("%s: its loads succeed again; back in use", self._name)
 
 
 def _outer(known: SealedJob, result: JobResult) -> JobResult:
