@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+OF_THE_REPOSITORY = ("tests/", "plugins/", "libraries/", "benchmarks/", "replay/", "integrations/")
 TEXT = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "docs/design-decisions.md"))
 FORMATS = (ROOT / "docs/stability.md").read_text(encoding="utf-8")
 SYMBOLS = sorted(set(re.findall(r"`(kvtiers[\w.]*:[\w.]+)`", TEXT)))
 TESTS = sorted(set(re.findall(r"`((?:(?:plugins/\w+|integrations/\w+|replay)/)?tests/[\w/.]+(?:::\w+)?)`", TEXT)))
+
+
+def named(path):
+    """Return the file that a path in a document stands for."""
+    if path.startswith("stack/"):
+        return ROOT / "integrations/vllm/src/kvtiers_vllm" / path
+    return ROOT / path if path.startswith(OF_THE_REPOSITORY) else ROOT / "core/src/kvtiers" / path
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)
@@ -39,17 +47,10 @@ def test_every_test_that_the_document_names_is_collected():
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+\w+\.py)`", TEXT + FORMATS))))
 def test_every_file_that_the_document_names_is_there(path):
-    folder = (
-        ROOT
-        if path.startswith(("tests/", "plugins/", "libraries/", "benchmarks/", "replay/", "integrations/"))
-        else ROOT / "core/src/kvtiers"
-    )
-    assert (folder / path).is_file()
+    assert named(path).is_file()
 
 
 @pytest.mark.parametrize("step", sorted(set(re.findall(r"(?:\w+/)+\w+\.py:\w+", TEXT))))
 def test_every_step_of_the_two_walks_is_a_function_of_the_file_that_it_names(step):
     path, _, function = step.partition(":")
-    assert re.search(
-        rf"^ *def {function}\(", (ROOT / "core/src/kvtiers" / path).read_text(encoding="utf-8"), re.MULTILINE
-    )
+    assert re.search(rf"^ *def {function}\(", named(path).read_text(encoding="utf-8"), re.MULTILINE)

@@ -5,9 +5,8 @@
     load   residency -> promotion -> secondary/store_tier -> host/process -> primary/tier -> gpu/worker
     store  gpu/worker -> primary/tier -> cascade -> secondary/store_tier -> host/process
 
-One thread at a time: the caller holds ``manager.lock`` from its first call of a step to ``on_schedule_end``; a call
-between steps takes it briefly. ``stats``, ``wait_ready``, ``tend`` and ``shutdown`` are called without it, by any
-thread.
+One thread at a time: the caller holds ``manager.lock``, from its first call of a step to ``on_schedule_end`` or for
+each call alone. ``stats``, ``wait_ready``, ``tend`` and ``shutdown`` are called without it, by any thread.
 No call here waits for I/O, and after the start nothing raises into the engine's step: a call that does not fit (a plan
 completed twice, a request that is over, a key of a length that none has) is counted as ``misuse`` and ignored.
 """

@@ -1,13 +1,15 @@
 """Residency: how far a request's prompt can be loaded, from the primary and the tiers, and the rows for its loads.
 
-When every tier has answered, the boundary is found (``boundary.py``), and its missing chunks, by tier, are one plan: it
-is decided as a whole (``load_or_recompute.py``), waits in line for the rows that it needs, and then gets them; a long
-one in parts, so that no step is long. The request keeps the plan meanwhile.
+When every tier has answered, the boundary is found (``boundary.py``), and its missing chunks, by tier, are one plan;
+with full attention alone, what is known so far is one, while a tier is silent. It is decided as a whole
+(``load_or_recompute.py``), waits in line for the rows that it needs, and then gets them; a long one in parts, so that
+no step is long, and each part if it is still sooner. The request keeps the plan meanwhile.
 
 ::
 
     asked --answers, or the wait is over--> decided --rows for all of it--> loading --> ready
-      what is too slow, too late or lost is struck out for the request, and the boundary is looked for again
+      what is too slow or too late is struck out for the request, what a tier has lost for this tier alone;
+      then the boundary is looked for again
 """
 
 import math
