@@ -315,7 +315,7 @@ class TieringManager:
         return self._prefetches.prefix(keys, tiers)
 
     def look_again(self) -> None:
-        """Poll the tiers once more in this step, at the next lookup: for an engine that is idle in between."""
+        """Poll the tiers with the next call, though they were polled in this step: for an engine that waited since."""
         self._polled = False
 
     # -- stores

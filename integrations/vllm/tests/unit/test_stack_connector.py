@@ -125,6 +125,7 @@ def test_a_step_is_recorded_with_the_mean_position_of_what_it_computes(module):
     manager = SimpleNamespace(
         steps=SimpleNamespace(begins=lambda *step: begun.append(step)),
         computes=lambda: None,
+        look_again=lambda: None,
         back_off=lambda computes: None,
     )
     connector = module.KvtiersConnector(engine_config(kvtiers_config="tiers.yaml"), "role", "cache")

@@ -136,6 +136,35 @@ def test_a_prompt_is_one_question_and_vllm_looks_up_no_more_than_is_loaded(engin
     assert [sorted(job.keys) for job in played.tier.loads] == [sorted(wanted)]
 
 
+def test_what_a_tier_brings_while_a_step_is_computed_is_found_in_the_next_one(engine, monkeypatch):
+    """vLLM before 0.33 offers the stores of a step when the manager has been told of its end."""
+    played = engine(8, hold=True)
+    played.tier.put([played.key(group, place) for group in (0, 1, 2) for place in range(8)])
+    assert played.manager.waits(played.context, 0, 128)
+    connector = object.__new__(fake_vllm.load(monkeypatch, "stack.connector", "0.32.0").KvtiersConnector)
+    connector.bugs = BugCount("test")
+    connector.connector_scheduler = SimpleNamespace(manager=played.manager)
+    monkeypatch.setattr(type(played.manager), "back_off", lambda _manager, computes: None)
+    played.manager.steps = SimpleNamespace(begins=lambda *_: None)
+    played.manager.pipelined.take_parts = list
+
+    def offer(_self, _step):
+        played.step()
+        assert played.bench.begin_store([b"another's" + bytes(4)]) is not None
+        return fake_vllm.OffloadingConnectorMetadata()
+
+    monkeypatch.setattr(fake_vllm.OffloadingConnector, "build_connector_meta", offer)
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+    connector.build_connector_meta(
+        SimpleNamespace(
+            total_num_scheduled_tokens=0, num_scheduled_tokens={}, scheduled_new_reqs=[], scheduled_cached_reqs=cached
+        )
+    )
+    played.tier.end_all()
+    assert not played.manager.waits(played.context, 0, 128)
+    assert connector.bugs._bugs == played.manager.bugs._bugs == 0
+
+
 @pytest.mark.parametrize("why", ["vLLM computes it all", "no keys", "its load failed"])
 def test_a_request_that_loads_nothing_waits_for_the_gpu_no_longer(engine, why):
     played = engine(64)

@@ -179,6 +179,7 @@ class KvtiersConnector(OffloadingConnector):
         manager.steps.begins(tokens, len(scheduled), self._mean_position(scheduler_output) or 0.0)
         if tokens:
             manager.computes()
+        manager.look_again()
         manager.back_off(computes=bool(tokens))
 
     @never_raises(lambda: 0.0)

@@ -358,6 +358,15 @@ class KvtiersManager(OffloadingManager):
         self.pipelined.advance()
 
     @never_raises(lambda: None)
+    def look_again(self) -> None:
+        """Poll the tiers with the next call: vLLM before 0.33 offers a step's stores after its end, which polls them.
+
+        The lookups of the next step would not see what has come since, while this one was computed.
+        """
+        with self._manager.lock:
+            self._manager.look_again()
+
+    @never_raises(lambda: None)
     def back_off(self, *, computes: bool) -> None:
         """Pause in a step that computes nothing, so that the awaited copies get the interpreter and the processor."""
         idle = self._alone and not computes and not self._passed_over
