@@ -1,7 +1,7 @@
-"""Every command line that documents and ``--help`` print is accepted as printed, and run where that is cheap.
+"""Every command line that documents and ``--help`` print is run as printed, and so is each option that they name.
 
-``bench``, ``metrics`` and ``warm`` have tests of their own. ``ctl`` commands an engine of the test's: this
-machine may have others.
+``ctl``, ``warm`` and others speak to an engine of the test: this machine may have others. What goes on until
+it is interrupted, ``top`` and ``metrics --listen``, and ``bench`` with its servers have tests of their own.
 """
 
 import gzip
@@ -15,10 +15,13 @@ from itertools import chain
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvtiers import open_manager
+from kvtiers import open_manager, open_worker
+from kvtiers.cli import engines as cli_engines
+from kvtiers.cli import metrics as cli_metrics
 from kvtiers.cli.main import cli
 from kvtiers.control_actions import EngineActions
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
@@ -31,15 +34,38 @@ DOCUMENTS = sorted(
 )  # fmt: skip
 RUN = ("check", "completion", "evaluate", "new-tier", "plan", "replay", "report", "size", "store", "tiers",
        "vllm-config")  # fmt: skip
-TO_AN_ENGINE = ("ctl", "status", "top")
-PARSED = ("metrics", "warm")  # the one serves until it is interrupted, the other waits for workers
-ALL = RUN + TO_AN_ENGINE + PARSED
+TO_AN_ENGINE = ("ctl", "metrics", "status", "top", "warm")
+ALL = RUN + TO_AN_ENGINE
 SAYS_NO = {
-    "store rekey": "has no two live keys",  # which the reader has who prints it
+    # What the reader has who prints these lines.
+    "store rekey": "has no two live keys",
+    "warm --from fs --config": "has no values of this engine's fingerprint",
+    "ctl clear --fingerprint": "nothing was changed",
+    "ctl clear --tenant": "has no 'tenants'",
 }
 FENCED = re.compile(r"^```(?:sh|bash|console|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(kvtiers [^`\n]+)`")
 OPTIONS = re.compile(r"`(--[a-z][^`\n]*)`")
+RUN_TOO = (
+    "kvtiers bench memory --bytes 16MiB --seconds 0.2",
+    "kvtiers ctl clear --model some --engine PID",
+    "kvtiers ctl clear --fingerprint 5c1a5c1a",
+    "kvtiers ctl clear --tenant acme",
+    (
+        "kvtiers evaluate --log requests.jsonl --hours 24 --chars-per-token 3.5 --media-tokens 1000 --tokens-per-chunk 64 "
+        "--gpu-cache 20GiB --most-memory 64GiB --prefill-speed 20000 --model config.json --tp 2 --gbps disk=3 "
+        "--rtt network=2ms --tier-price disk=0.02 --no-replay"
+    ),
+    "kvtiers evaluate --log named.jsonl --only-model some --no-replay",
+    "kvtiers evaluate --log hashes.jsonl --tokens-per-block 16 --no-replay",
+    "kvtiers new-tier some --batch --listing",
+    "kvtiers new-tier other --kind manager",
+    "kvtiers plan --trace trace.jsonl.gz --config tiers.yaml --model config.json --json",
+    "kvtiers replay --workload code --requests 10 --seed 7 --config tiers.yaml --report page.html",
+    "kvtiers store prune fs --config tiers.yaml --older-than 30d --dry-run",
+    "kvtiers warm --from fs --keys keys.txt --rate 500MiB/s --most 1MiB --all",
+)
+"""Lines with the options that only a sentence names."""
 OF_OTHERS = {
     "vLLM": "--kv-cache-dtype --kv-events-config --kv-offloading-size --kv-transfer-config --log-level --max-log-len "
     "--otlp-traces-endpoint --prefix-cache-retention-interval --shutdown-timeout --tensor-parallel-size",
@@ -54,8 +80,8 @@ OF_OTHERS = {
 """Options that documents name and that are not kvtiers' own."""
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(kvtiers (?:" + "|".join(map(re.escape, ALL)) + r")\b.*)$")
 # Words that stand for something of the reader's own.
-STANDS_FOR = {"TIER": "fs", "NAME": "some", "PID": "1", "5c1a...": "5c1a", "disk": "fs",
-              "mooncake": "fs"}  # fmt: skip
+STANDS_FOR = {"TIER": "fs", "NAME": "some", "PID": str(os.getpid()), "5c1a...": "5c1a", "disk": "fs", "far": "fs",
+              "mooncake": "fs", "redis": "fs"}  # fmt: skip
 FILES = {"--trace": "trace.jsonl", "--log": "requests.jsonl", "--model": "config.json"}
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -121,6 +147,12 @@ def reader(tmp_path, monkeypatch):
         "config.json": json.dumps(LLAMA),
         "requests.jsonl": "".join(json.dumps(each) + "\n" for each in prompts),
         "trace.jsonl": "".join(json.dumps(each) + "\n" for each in trace),
+        "hashes.jsonl": "".join(
+            json.dumps({name: value for name, value in each.items() if name != "tokens_per_block"}) + "\n"
+            for each in trace
+        ),
+        "named.jsonl": "".join(json.dumps(each | {"model": "some"}) + "\n" for each in prompts),
+        "keys.txt": "".join(f"{n:064x}\n" for n in range(3)),
         "server.log": "".join(details.format(n, n, each["prompt_token_ids"]) + "\n" for n, each in enumerate(prompts)),
         "batch.jsonl": "".join(json.dumps({"custom_id": "a", "body": each}) + "\n" for each in prompts),
     }
@@ -139,10 +171,13 @@ def about(_tier, _figures):
 
 
 @pytest.fixture
-def engine(reader):
-    """An engine with the reader's config, that steps and is commanded as vLLM's is; its options of each command."""
+def engine(reader, monkeypatch):
+    """An engine with the reader's config, that steps and is commanded as vLLM's is, and the only one that is found."""
     layout = CacheLayout(ModelIdentity("some", weights="w"), (KVGroup("all", 16),), (KVTensor("t", 0, 4096),))
     manager, over = open_manager(str(reader / "tiers.yaml"), layout), threading.Event()
+    worker = open_worker(
+        str(reader / "tiers.yaml"), layout, [np.zeros((8, 4096), np.uint8)], engine_id=manager.engine_id
+    )
 
     def steps():
         while not over.wait(0.005):
@@ -153,10 +188,13 @@ def engine(reader):
     stepping.start()
     actions = EngineActions(manager, "some").actions()
     answering = answer_status("test", "some", Troubles(["fs"]), manager.stats, about, actions=actions)
-    yield ["--engine", str(os.getpid())]
+    for room in (cli_engines, cli_metrics):
+        monkeypatch.setattr(room, "running", lambda: [answering.name])
+    yield
     answering.close()
     over.set()
     stepping.join(60)
+    worker.shutdown()
     manager.shutdown()
 
 
@@ -201,39 +239,42 @@ def accepted(line):
     return arguments
 
 
-def run(line, arguments):
-    """Run a printed line, which is to succeed."""
-    place, is_block = CASES[line]
+def succeeds(line, arguments):
+    """Run a printed line, which is to succeed, or to say what a mention of a command leaves out."""
+    place, is_block = CASES.get(line, ("", True))
     done = CliRunner().invoke(cli, arguments, input="y\n", prog_name="kvtiers")  # a report asks
-    if not is_block and "Usage: " in done.output:
-        return  # such as 'kvtiers replay', which names the command
     # A plan's 1 says that a wish is out of reach, a check's that the machine lacks something.
     allowed = (0, 1) if "--wish" in arguments or arguments[0] == "check" else (0,)
-    refused = any(line.startswith(f"kvtiers {start}") and text in done.output for start, text in SAYS_NO.items())
+    refused = any(" ".join(arguments).startswith(start) and text in done.output for start, text in SAYS_NO.items())
+    if not is_block and "Usage: " in done.output:
+        return  # such as 'kvtiers replay', which names the command
     assert done.exit_code in allowed or refused, f"{place} prints {line!r}: {done.output[-2000:]}"
+
+
+def goes_on(arguments):
+    """Return whether a command goes on until it is interrupted."""
+    return arguments == ["top"] or arguments[:2] == ["metrics", "--listen"]
 
 
 @pytest.mark.parametrize("line", [line for line in CASES if line.split()[1] not in TO_AN_ENGINE], ids=id_of)
 def test_a_printed_command_line_is_accepted_and_what_needs_no_engine_does_what_it_says(line, reader):
     arguments = accepted(line)
-    if not arguments or arguments[0] not in RUN:
+    if not arguments:
         return
     if "--workload" in arguments and "--requests" not in arguments:
         arguments += ["--requests", "10"]  # of several hundred
-    run(line, arguments)
+    succeeds(line, arguments)
 
 
 @pytest.mark.parametrize("line", [line for line in CASES if line.split()[1] in TO_AN_ENGINE], ids=id_of)
 def test_a_printed_command_to_an_engine_is_carried_out(line, request):
     arguments = accepted(line)
-    if not arguments or arguments[-1] == "--help":
-        return
-    options = request.getfixturevalue("engine")
-    if arguments == ["top"]:
-        return  # it goes on until it is interrupted
+    if not arguments or arguments[-1] == "--help" or goes_on(arguments) or "--trace" in arguments:
+        return  # a trace's keys are for engines of 'kvtiers replay'
+    request.getfixturevalue("engine")
     if "attach" in arguments:
-        CliRunner().invoke(cli, ["ctl", "detach", "fs", *options])
-    run(line, arguments + (options if arguments[0] != "top" else []))
+        CliRunner().invoke(cli, ["ctl", "detach", "fs"])
+    succeeds(line, arguments)
 
 
 def leaves(command, context):
@@ -277,6 +318,17 @@ def test_options_that_a_sentence_names_are_those_of_a_command_with_the_values_th
     assert any(
         takes(command, context, words) or takes(command, context, [*words, "X"]) for command, context in commands
     ), f"{PROSE[options]} names `{options}`, which no command takes"
+
+
+@pytest.mark.parametrize("line", RUN_TOO, ids=id_of)
+def test_options_that_a_sentence_names_do_what_it_says(line, engine):
+    succeeds(line, arguments_of(line))
+
+
+def test_each_option_that_a_sentence_names_is_in_a_line_that_is_run():
+    lines = [set(line.split()) for line in (*CASES, *RUN_TOO)]
+    names = {options: {word for word in options.split() if word.startswith("--")} for options in PROSE}
+    assert not [options for options, words in names.items() if not any(words <= line for line in lines)]
 
 
 def test_the_command_lines_of_the_documents_are_found():

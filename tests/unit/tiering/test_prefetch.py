@@ -206,6 +206,20 @@ def test_whatever_happens_meanwhile_a_warm_up_ends_and_no_row_is_lost(what):
     assert not bench.manager.has_pending_work()
 
 
+def test_a_tier_that_says_between_two_steps_that_it_is_open_is_loaded_from():
+    bench = Bench(rows=64)
+    tier = bench.tier["a"]
+    tier.put(KEYS)
+    tier.available, said = False, [None]
+    tier.open_state = lambda: said[0]
+    number = warm(bench)
+    bench.step(0.001)
+    said[0] = ""  # the engine polls it at the next step
+    bench.step(0.001)
+    tier.available = True
+    assert run(bench, number)["loaded"] == len(KEYS)
+
+
 def test_an_unknown_tier_and_one_that_is_off_are_refused():
     bench = Bench()
     with pytest.raises(CommandRefused, match="there is no tier 'b'; this engine has a"):
