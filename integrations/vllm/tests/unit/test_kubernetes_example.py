@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvtiers import _log_queue
 from kvtiers.config import load_config
-from kvtiers.secondary import placement, store_tier
+from kvtiers.secondary import store_tier
 from kvtiers_vllm.cli import transfer_config
 from kvtiers_vllm.own_tiering import build as opening
 from kvtiers_vllm.own_tiering.options import TierSettings
@@ -72,7 +73,7 @@ def test_the_grace_period_holds_vllms_and_vllms_that_of_all_tiers(pod):
     shutdown_timeout = int(re.search(r"--shutdown-timeout (\d+)", command)[1])
     assert pod["terminationGracePeriodSeconds"] > shutdown_timeout
     drained_and_closed = TierSettings().drain + opening._CLOSE_SECONDS + store_tier._CLOSE_SECONDS
-    assert shutdown_timeout > drained_and_closed + placement._LOG_SECONDS
+    assert shutdown_timeout > drained_and_closed + _log_queue._CLOSE_SECONDS
 
 
 def test_the_whole_stack_ends_in_time(example, pod):
