@@ -81,7 +81,7 @@ class StackLane:
             "lookup_wait": "600s",
             "load_wait": "600s",
         }
-        self._manager = kvtiers.open_manager({**config, **own}, layout, record_events=False)
+        self._manager = kvtiers.open_manager({**config, **own}, layout)
         stack.callback(self._manager.shutdown, 5.0)
         self._values, self._back = values, back
         self._tensor = np.concatenate([values, np.zeros_like(values)])

@@ -103,7 +103,7 @@ class Engine:
         if way == "load":
             budgets = {"one_tier": 0.9, "all_tiers": 0.9, "store_reserve": 0.05, "protected": 0.05}
             config |= {"load_wait": "1h", "lookup_wait": "1h", "budgets": budgets}
-        self.manager = open_manager(config, LAYOUT, record_events=False)
+        self.manager = open_manager(config, LAYOUT)
         stack.callback(self.manager.shutdown, 5.0)
         blocks = [np.zeros((1, PAGE), np.uint8)]
         worker = open_worker(config, LAYOUT, blocks, engine_id=self.manager.engine_id)

@@ -43,7 +43,7 @@ def open_engine(io: str, bytes_per_tier: int) -> tuple[TieringManager, Any]:
         "lookup_wait": "600s",
         "load_wait": "600s",
     }
-    manager = kvtiers.open_manager(config, LAYOUT, record_events=False)  # as under vLLM
+    manager = kvtiers.open_manager(config, LAYOUT)
     tensors = [np.zeros((1, VALUE_BYTES - 4096), np.uint8)]
     worker = kvtiers.open_worker(config, LAYOUT, tensors, engine_id=manager.engine_id)
     manager.wait_ready(60)

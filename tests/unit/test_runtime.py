@@ -127,14 +127,6 @@ def test_a_chunk_goes_its_whole_way_and_comes_back(io):
         round_trip(*engine)
 
 
-@pytest.mark.parametrize("record_events", [True, False])
-def test_events_are_recorded_until_they_are_taken(record_events):
-    with running(config(), record_events=record_events) as (manager, _, _):
-        plan = manager.prepare_store(KEYS, RequestContext("first"))
-        manager.complete_store(plan)
-        assert [len(event.keys) for event in manager.take_events()] == ([8] if record_events else [])
-
-
 def test_admission_by_expected_reuse_reaches_the_tier_in_chunks():
     tier = {**MEMORY, "admission": "expected-reuse", "may_lose": "2%", "writes_per_hour": "1MiB"}
     with running(config(secondary=[tier])) as (manager, _, _):

@@ -87,14 +87,12 @@ def open_manager(
     layout: CacheLayout,
     *,
     engine_id: str | None = None,
-    record_events: bool = True,
     engine: EngineFacts | None = None,
 ) -> TieringManager:
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
-    ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
-    the caller takes the manager's events. ``engine``: what an integration adds. ConfigError or StartError
-    if it cannot start.
+    ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``engine``: what an
+    integration adds. ConfigError or StartError if it cannot start.
     """
     hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
@@ -106,7 +104,7 @@ def open_manager(
             undo.callback(engine.memory.close)
         region = _create_region(config, layout, engine_id, engine.memory)
         undo.callback(_release_region, region)
-        primary = _primary(config, region, record_events=record_events or bool(engine.listener or config.events))
+        primary = _primary(config, region, record_events=bool(engine.listener or config.events))
         undo.callback(primary.close)  # it holds the rows' memory
         release_region = partial(_release_region_and_logs, region, logs)
         side = EngineLifecycle(config, layout, region, primary, engine.release, release_region)
@@ -126,7 +124,7 @@ def open_manager(
             side,
             options(config),
             prefix_group=layout.prefix_group,
-            watchers=Watchers(recorder, what_if, tracing, publisher, engine.listener, record_events),
+            watchers=Watchers(recorder, what_if, tracing, publisher, engine.listener),
             tenants=config.tenant_rule(),
         )
         manager.live = LiveEngine(config, manager, side.tiers, options)

@@ -141,8 +141,6 @@ def test_the_figures_and_the_status_count_what_was_published(start, keys, publis
     assert stats["engine"]["event_batches"] == stats["events"]["batches"] >= 2
     assert stats["engine"]["dropped_event_chunks"] == 0
     assert stats["engine"]["replayed_event_batches"] >= 2
-    assert stats["engine"]["dropped_events"] == 0
-    assert len(engine.manager.take_events()) == 2, "the caller still gets its own"
 
 
 def test_without_the_option_nothing_of_zmq_is_imported_and_the_cost_is_none(start, keys):

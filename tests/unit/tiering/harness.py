@@ -81,6 +81,22 @@ class Engine:
         self.closed.append("region")
 
 
+class Heard:
+    """Keeps the events that it is given."""
+
+    def __init__(self):
+        self.events = []
+
+    def take(self, changes):
+        self.events += changes
+
+    def cleared(self):
+        self.events.clear()
+
+    def close(self, timeout):
+        pass
+
+
 @dataclass(eq=False)
 class Submitted:
     """A job that the tier has and has not ended; ``version``: of the weights when it was submitted."""
@@ -280,6 +296,7 @@ class Bench:
 
     def __post_init__(self):
         self.clock = Clock()
+        self.heard = Heard()
         self.engine = Engine()
         self.view = memoryview(bytearray(self.rows * ROW_BYTES))
         self.primary = CPUPrimaryTier(
@@ -305,7 +322,7 @@ class Bench:
             self.options,
             self.clock,
             prefix_group=self.prefix_group,
-            watchers=self.watchers,
+            watchers=self.watchers or Watchers(listener=self.heard if self.record_events else None),
         )
         self._requests = 0
         self.all.append(self)

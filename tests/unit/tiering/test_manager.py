@@ -9,7 +9,6 @@ from kvtiers.recorder import Recorder
 from kvtiers.tiering import provenance, reports
 from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.reports import EventLog
 from kvtiers.types import PromptGroup, RequestContext, RequestHints
 
 from .harness import HIT, MISS, Bench, chain, payload
@@ -131,7 +130,9 @@ def test_the_engine_keeps_stepping_while_a_job_or_a_request_waits():
 
 
 def events(bench):
-    return [(list(event.keys), event.removed, event.tier) for event in bench.manager.take_events()]
+    found = [(list(event.keys), event.removed, event.tier) for event in bench.heard.events]
+    bench.heard.events.clear()
+    return found
 
 
 def test_events_say_what_became_resident_and_what_left_in_order():
@@ -191,7 +192,7 @@ def test_a_store_that_other_weights_overtook_is_no_event():
     assert events(bench) == []
 
 
-def test_a_reset_takes_back_events_that_were_not_taken():
+def test_a_reset_takes_back_events_that_were_not_passed_on():
     bench = Bench(options=WIDE)
     bench.store(KEYS[:2])
     bench.manager.complete_store(bench.begin_store(KEYS[2:4]))
@@ -200,21 +201,6 @@ def test_a_reset_takes_back_events_that_were_not_taken():
     bench.manager.complete_store(bench.begin_store(chain("x", 1)))
     bench.manager.reset_cache()
     assert events(bench) == []
-
-
-@pytest.mark.slow
-def test_events_that_are_not_taken_do_not_pile_up():
-    log = EventLog()
-    bench = Bench(tiers={}, rows=16)
-    bench.manager._events = log
-    for number in range(40_000):
-        bench.manager.complete_store(bench.begin_store(chain(f"n{number:06}", 4), ctx := bench.request()))
-        bench.manager.on_request_finished(ctx)
-        bench.step()
-    assert sum(len(event.keys) for event in log._events) <= 1 << 17
-    assert bench.figures()["dropped_events"] > 0
-    assert list(bench.manager.take_events()[-1].keys) == chain("n039999", 4)
-    assert len(bench.primary.take_events()) == 0
 
 
 # -- figures
@@ -432,7 +418,6 @@ def test_calls_after_the_shutdown_find_nothing_and_touch_no_tier():
     bench.manager.touch(KEYS)
     bench.manager.reset_cache()
     bench.manager.set_weights_version("new")
-    bench.manager.take_events()
     bench.manager.on_schedule_end()
     assert bench.engine.version == ""
     assert not bench.manager.has_pending_work()

@@ -162,7 +162,6 @@ class EngineMetrics(_Metrics):
         "Loads whose first chunks were in the engine when the others came too late or not at all, and were computed."
     )
     dropped_dirty: int = _figure("Chunks evicted from the primary before a tier with 'on_eviction' had stored them.")
-    dropped_events: int = _figure("Events dropped because they were not taken.")
     event_batches: int = _figure("Batches of KV events that were published.")
     event_chunks: int = _figure("Chunks in the KV events that were published, each time.")
     dropped_event_chunks: int = _figure("Chunks whose KV events were dropped, since too many waited to be published.")

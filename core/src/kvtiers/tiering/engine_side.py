@@ -173,8 +173,7 @@ class TraceSide(Protocol):
 class Watchers:
     """The observers of a manager: it calls each with what that observes, and none changes anything in it.
 
-    ``publisher``: of KV events; ``listener``: another taker of these, such as the engine's own. ``keeps_events``: the
-    engine takes them, too (``take_events``).
+    ``publisher``: of KV events; ``listener``: another taker of these, such as the engine's own.
     """
 
     recorder: RecordSide | None = None
@@ -182,7 +181,6 @@ class Watchers:
     tracing: TraceSide | None = None
     publisher: EventSide | None = None
     listener: EventSide | None = None
-    keeps_events: bool = True
 
     @property
     def event_sides(self) -> tuple[EventSide, ...]:

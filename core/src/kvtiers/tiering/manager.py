@@ -36,7 +36,7 @@ from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefetch import Prefetches
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Provenance
-from kvtiers.tiering.reports import EventLog, Snapshots
+from kvtiers.tiering.reports import Snapshots
 from kvtiers.tiering.requests import RequestState, RequestTable
 from kvtiers.tiering.residency import Residency
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
@@ -46,7 +46,6 @@ from kvtiers.types import (
     NO_RETENTION,
     ChunkBlocks,
     LoadPlan,
-    OffloadEvent,
     OffloadPolicy,
     PromptGroup,
     Reach,
@@ -137,7 +136,6 @@ class TieringManager:
         self.tier_commands = TierCommands(self._slots, jobs, self._promotions, provenance, cascades, primary.row_stride)
         self.chunk_commands = ChunkCommands(primary, self._slots, jobs, self._plans, provenance, cascades, self._reset)
         self.warm_ups = WarmUpCommands(self.tier_commands, self._prefetches, primary.row_stride)
-        self._events = EventLog()
         self._look_at = -math.inf
         self._tended = -1
         """How many steps had ended at the last ``tend``."""
@@ -396,7 +394,7 @@ class TieringManager:
         if (now := self._clock()) >= self._look_at:
             self._look_around(now)
         if self._primary.events or self._jobs.events:
-            self._take_events()
+            self._pass_events_on()
         for slot in self._slots:
             slot.end_step()
         self._waits.questions_sent()
@@ -462,15 +460,6 @@ class TieringManager:
         """
         self._begin()
         return self._engine.take_lost_ranks()
-
-    @_timed
-    def take_events(self) -> list[OffloadEvent]:
-        """Return what has become resident or was removed since the last call, oldest first. A reset is no event.
-
-        Of the events between two steps' ends the primary's come first.
-        """
-        self._take_events()
-        return self._events.take()
 
     def stats(self) -> dict[str, Any]:
         """Return all figures of one moment between two calls: ``engine``, ``primary``, ``tiers`` by name.
@@ -586,8 +575,7 @@ class TieringManager:
             self._requests.close_if_done(state)
         self._requests.parked.clear()
         self._requests.forget_answers()
-        self._primary.take_events()
-        self._events.clear()  # the chunks that they name are gone
+        self._primary.take_events()  # the chunks that they name are gone
         for side in self._event_sides:
             side.cleared()
         self._metrics.generation += 1
@@ -599,12 +587,10 @@ class TieringManager:
                 self._requests.parked.discard(state)
                 self._requests.close_if_done(state)
 
-    def _take_events(self) -> None:
+    def _pass_events_on(self) -> None:
         events = self._primary.take_events() + self._jobs.take_events()
-        for side in self._event_sides if events else ():
+        for side in self._event_sides:
             side.take(events)
-        if self._watchers.keeps_events:
-            self._metrics.dropped_events += self._events.add(events)
 
     def _count_misuse(self) -> None:
         self._metrics.misuse += 1

@@ -1,11 +1,9 @@
-"""The manager's reports: snapshots of all figures, and the event log.
+"""The manager's reports: snapshots of all figures.
 
 A snapshot is assembled on the thread that asks for it, the tiers' own figures included, so it costs a step nothing.
-Events are kept in order until they are taken; their number is bounded, and a reset forgets them.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +12,9 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.tier_slot import TierSlot
-from kvtiers.types import OffloadEvent
 
-__all__ = ["EventLog", "Snapshots"]
+__all__ = ["Snapshots"]
 
-_MAX_KEYS = 1 << 17  # of events that were not taken
 _CALL_SECONDS = 0.0002  # about what a call takes: how long to wait for its end
 _MOST_LOOKS = 100
 
@@ -83,33 +79,3 @@ class Snapshots:
             metrics.event_chunks = report["chunks"]
             metrics.dropped_event_chunks = report["dropped_chunks"]
             metrics.replayed_event_batches = report["replayed_batches"]
-
-
-class EventLog:
-    """The events since the last ``take``. Of too many the oldest are dropped."""
-
-    def __init__(self) -> None:
-        self._events: deque[OffloadEvent] = deque()
-        self._keys = 0
-
-    def add(self, events: Sequence[OffloadEvent]) -> int:
-        """Append these events; return how many old ones were dropped for them."""
-        self._events.extend(events)
-        for event in events:
-            self._keys += len(event.keys)
-        dropped = 0
-        while self._keys > _MAX_KEYS:
-            self._keys -= len(self._events.popleft().keys)
-            dropped += 1
-        return dropped
-
-    def take(self) -> list[OffloadEvent]:
-        """Return the events, oldest first, and keep none."""
-        events = list(self._events)
-        self.clear()
-        return events
-
-    def clear(self) -> None:
-        """Keep none."""
-        self._events.clear()
-        self._keys = 0

@@ -119,7 +119,6 @@ class KvtiersOffloadingSpec(OffloadingSpec):
                 self._config,
                 layout,
                 engine_id=self.config.engine_id,
-                record_events=False,
                 engine=EngineFacts(
                     way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
                     release=f"vLLM {vllm_version}",
