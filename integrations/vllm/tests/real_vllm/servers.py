@@ -17,9 +17,9 @@ from typing import Any
 
 import redis
 
+from .engines import PATIENCE
 from .ways import fs
 
-PATIENCE = 60.0
 VALUE_BYTES = 64 << 10
 """Of the tests' model, the seal aside."""
 ENDING = "00000000"

@@ -19,7 +19,7 @@ from kvtiers.testing.ports import free_port
 from kvtiers.types import ChunkBlocks, OffloadEvent
 
 from .conftest import PROMPTS
-from .engines import BLOCK, environment
+from .engines import BLOCK, PATIENCE, environment
 from .models import make_adapter
 from .ways import fs, whole_stack
 
@@ -215,5 +215,7 @@ def test_the_classes_of_other_releases_decode_it_too(release):
     stored = wire.stored([7], None, token_ids=[1, 2], block_size=2, **place)
     batch = wire.encode(1.5, [stored, wire.removed([7], medium="CPU", locality="LOCAL"), wire.cleared()])
     command = [sys.executable, "-c", DECODE]
-    done = subprocess.run(command, input=batch, env=environment(release), capture_output=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, input=batch, env=environment(release), capture_output=True, check=False, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr.decode()

@@ -11,7 +11,7 @@ from kvtiers_replay.logs import Reading, read_log
 from kvtiers_vllm.releases import release_of
 
 from .conftest import PROMPTS, WHOLE
-from .engines import EngineError, python_path, release_folder
+from .engines import PATIENCE, EngineError, python_path, release_folder
 from .ways import fs, tiers, whole_stack
 
 ENGINE = Path(__file__).parent / "engine"
@@ -31,7 +31,7 @@ def run(script, version, *arguments):
         env=before,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -55,7 +55,7 @@ class Server:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]
         with log.open("a") as output:
             self.process = subprocess.Popen(
-                ["nice", "-n", "5", *command],
+                command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment(**env) | {"VLLM_SERVER_DEV_MODE": "1"},  # for reset_prefix_cache

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import CHUNKS, PROMPTS, WHOLE
-from .engines import BLOCK
+from .engines import BLOCK, PATIENCE
 from .ways import tiers, whole_stack
 
 FIRST, SECOND = PROMPTS
@@ -90,7 +90,7 @@ def test_a_namespace_that_was_bumped_has_nothing_of_before_and_takes_what_comes_
     assert right(before, *PROMPTS) == [0, 0]
     before.shutdown()
     bump = [KVTIERS, "store", "bump", "--config", file, "--namespace", "prod"]
-    done = subprocess.run(bump, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(bump, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     after = start(model, config)
     assert right(after, *PROMPTS) == [0, 0]
