@@ -3,14 +3,18 @@
 import importlib.util
 import sys
 import uuid
+from functools import cache
 from pathlib import Path
 
+import botocore.session
 import pytest
 
 from kvtiers_objectstore.testing.proxy import Proxy
 from kvtiers_s3.config import S3Config
 
 HERE = Path(__file__).parent
+# Each store has a session of its own, which would read botocore's descriptions of AWS anew: .1 s of each of 500 tests.
+botocore.session.create_loader = cache(botocore.session.create_loader)
 
 
 # Tests of the plugin alone are run where there is no repository around them.
