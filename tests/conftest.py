@@ -19,19 +19,19 @@ SHARED_FIXTURES = (
 
 SECONDS = {
     "tests/packaging/": 300, "replay/tests/integration/replay/test_replay_command.py": 90,
-    "tests/compat/test_older_commits.py": 90, "replay/tests/integration/replay/test_engines.py": 70,
-    "tests/compat/test_stores.py": 60, "tests/integration/hosts/test_client.py": 50, "tests/unit/test_docs_site.py": 40,
-    "replay/tests/integration/replay/test_replay_truth.py": 50, "plugins/mooncake_tier/tests/test_conformance.py": 50,
-    "tests/integration/hosts/test_kit.py": 50, "replay/tests/integration/replay/test_ranks.py": 30,
+    "tests/compat/test_older_commits.py": 60, "replay/tests/integration/replay/test_engines.py": 70,
+    "tests/compat/test_stores.py": 40, "tests/integration/hosts/test_client.py": 50, "tests/unit/test_docs_site.py": 30,
+    "replay/tests/integration/replay/test_replay_truth.py": 30, "plugins/mooncake_tier/tests/test_conformance.py": 50,
+    "tests/integration/hosts/test_kit.py": 25, "replay/tests/integration/replay/test_ranks.py": 30,
     "replay/tests/integration/replay/test_record.py": 30, "plugins/mooncake_tier/tests/test_hosts.py": 30,
     "tests/conformance/test_broken_stores.py": 120, "tests/conformance/test_broken_tiers.py": 30,
-    "replay/tests/unit/test_evaluate.py": 120, "plugins/policies/tests/test_shadows.py": 80,
+    "replay/tests/unit/test_evaluate.py": 50, "plugins/policies/tests/test_shadows.py": 80,
     "tests/integration/demo/test_acts.py": 70, "tests/conformance/test_kit.py": 60,
     "plugins/fs_tier/tests/test_processes.py": 50, "tests/corruptions/test_corruptions.py": 50,
     "tests/conformance/test_new_tier.py": 40, "tests/integration/hosts/test_engine_gone.py": 40,
     "tests/unit/primary/test_leaf_first_lru.py": 40, "replay/tests/unit/test_plan_drawing.py": 30,
     "tests/integration/hosts/test_bump.py": 25, "plugins/mooncake_tier/tests/test_faults.py": 20,
-    "plugins/mooncake_tier/tests/test_example.py": 20, "tests/integration/test_found.py": 120,
+    "plugins/mooncake_tier/tests/test_example.py": 20, "tests/integration/test_found.py": 100,
 }  # fmt: skip
 """About how long the units take whose tests are few and long. Any other unit is taken for .3 s a test."""
 

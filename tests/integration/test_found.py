@@ -38,7 +38,11 @@ RENAMED = {
     "fs_evictor_stops": {"StoreFull": "NotKept"},
     # What its finding names: the memory. Linux has no signal that a child is born with, so one that is stopped before
     # it has armed its own stays stopped; from its exec on it holds nothing of the region by then.
-    "stopped_host_keeps_region": {"sys.exit(bool(left))": "sys.exit(any(memory for _, memory in left))"},
+    # Of its 40 engines, stopped at moments of chance, 12: hosts/test_engine_gone.py has the moments themselves.
+    "stopped_host_keeps_region": {
+        "sys.exit(bool(left))": "sys.exit(any(memory for _, memory in left))",
+        "for _ in range(40):": "for _ in range(12):",
+    },
     "fs_folder_left_by_killed_writer": {
         "memoryview(bytearray(4096)))": "memoryview(bytearray(4096))) == 4096",
     },
