@@ -19,7 +19,7 @@ def run_kit(tmp_path_factory):
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "--junitxml=report.xml", *options]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
         done = subprocess.run(
-            command, check=False, cwd=folder, capture_output=True, text=True, timeout=500, env=environment
+            command, check=False, cwd=folder, capture_output=True, text=True, timeout=1700, env=environment
         )
         tests, messages = defaultdict(lambda: defaultdict(set)), defaultdict(str)
         report = folder / "report.xml"

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1800)  # thousands of tests of the kit, in the first one's setup
+
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).parent / "broken" / "broken_stores.py"
 CAUGHT_BY = runpy.run_path(str(FILE))["CAUGHT_BY"]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1800)  # thousands of tests of the kit, in the first one's setup
+
 FILE = Path(__file__).parent / "broken" / "broken_tiers.py"
 QUOTA_TESTS = {
     "test_a_tenant_at_its_quota_loses_its_oldest_chunks_and_no_other_loses_one",

@@ -19,8 +19,11 @@ from tests.stores import DictStore
 
 from kvtiers.api import ChunkStore, Finding, NotKept, StoreEntry
 from kvtiers.testing import ChunkStoreTests
+from kvtiers.testing.chunk_store.abilities import BatchTests, DiagnosisTests, ListingTests, PiecesTests, StatsTests
 
 CAUGHT_BY: dict[str, tuple[set[str], set[str]]] = {}
+OF_ABILITIES = (BatchTests, PiecesTests, ListingTests, DiagnosisTests, StatsTests)
+"""The kit for a store that breaks an ability, and has the four methods of a healthy one, which all other tests call."""
 RACES = {"test_a_reader_never_sees_a_mix_of_two_writes", "test_a_reader_beside_a_delete_sees_all_or_nothing"}
 
 
@@ -40,9 +43,10 @@ def caught_by(*tests, by_chance=(), **attributes):
             return store_class
 
         open_store = open_folder if is_persistent else open_memory
+        kit = OF_ABILITIES if tests and store_class.__base__ is EveryAbility else (ChunkStoreTests,)
         name = f"Test{store_class.__name__}"
         body = {"store_class": store_class, "persistent": is_persistent, "open_store": open_store, "patience": 60.0}
-        globals()[name] = type(name, (ChunkStoreTests,), body | attributes)
+        globals()[name] = type(name, kit, body | attributes)
         return store_class
 
     return make
