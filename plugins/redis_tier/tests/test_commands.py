@@ -61,7 +61,7 @@ def test_a_url_with_a_password_is_refused_and_not_printed(kvtiers):
     assert "hunter2" not in said
 
 
-WORKLOAD = ("--workload", "code", "--requests", "60", "--primary-chunks", "64", "--json")
+WORKLOAD = ("--workload", "code", "--primary-chunks", "64", "--json", "--requests")
 
 
 def report_of(said: str) -> dict:
@@ -71,7 +71,7 @@ def report_of(said: str) -> dict:
 def test_what_an_engine_stored_the_next_one_loads_byte_for_byte(kvtiers, start):
     server, hits = start(), 0
     for _ in range(8):  # on a busy machine an engine stores little
-        status, said = kvtiers("replay", server.url, *WORKLOAD)
+        status, said = kvtiers("replay", server.url, *WORKLOAD, "60")
         assert status == 0, said
         report = report_of(said)
         assert report["wrong_bytes"] == 0
@@ -93,7 +93,7 @@ def test_connections_that_are_cut_while_an_engine_runs_cost_no_wrong_byte(kvtier
     thread.start()
     try:
         for _ in range(2):
-            status, said = kvtiers("replay", server.url, *WORKLOAD)
+            status, said = kvtiers("replay", server.url, *WORKLOAD, "20")
             assert status == 0, said
     finally:
         stop.set()
