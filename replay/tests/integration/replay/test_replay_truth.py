@@ -118,7 +118,7 @@ def test_a_tier_that_holds_everything_makes_any_primary_as_good_as_an_infinite_c
 
 
 def test_the_recorded_conversations_hit_what_a_leaf_first_lru_hits(conversation_trace: Path) -> None:
-    workload = read_trace(conversation_trace, limit=3000)
-    for primary, secondary in ((0.1, 0.0), (1.0, 0.0), (0.1, 0.5)):
+    workload = read_trace(conversation_trace, limit=2000)
+    for primary, secondary in ((0.1, 0.0), (0.1, 0.5)):
         hits, truth = compare(workload, primary, secondary)
         assert hits == pytest.approx(truth, abs=POINTS), (primary, secondary)
