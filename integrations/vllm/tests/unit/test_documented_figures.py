@@ -79,11 +79,33 @@ def test_each_of_them_is_a_sample_of_the_page_by_that_name(readme, defined):
 
 
 def test_what_our_document_for_vllm_names_is_on_the_page():
-    text = (ROOT / "docs" / "vllm.md").read_text().partition("## What to watch")[2].partition("\n## ")[0]
+    text = section("vllm.md", "What to watch")
     page = on_a_page(definitions(metric(Counter), metric(Gauge)))
     names = documented(text)
     assert len(names) > 20
     assert [name for name in names if not _spellings(name) & page] == []
+
+
+def test_what_operators_are_told_to_watch_is_on_the_page_or_where_they_are_told():
+    page = on_a_page(definitions(metric(Counter), metric(Gauge)))
+    rows = re.findall(r"^\|(.*)\|(.*)\|(.*)\|$", section("operate.md", "What to watch"), re.MULTILINE)
+    here, elsewhere = (documented("\n".join(row[column] for row in rows)) for column in (1, 2))
+    assert len(here) > 40
+    assert len(elsewhere) > 5
+    assert [name for name in here if not _spellings(name) & page] == []
+    assert [name for name in elsewhere if _spellings(name) & page] == []
+
+
+def test_the_documents_name_each_counter_as_it_is_asked_for():
+    page = on_a_page(definitions(metric(Counter), metric(Gauge)))
+    for path in (ROOT / "docs").glob("*.md"):
+        if path.name != "metrics.md":  # which tells of both spellings
+            names = documented(path.read_text(encoding="utf-8"))
+            assert [name for name in names if f"{name}_total" in page] == [], path.name
+
+
+def section(name, heading):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
 def test_each_alert_of_the_example_works_on_the_page_of_the_whole_stack():
@@ -96,8 +118,7 @@ def test_each_alert_of_the_example_works_on_the_page_of_the_whole_stack():
 
 def _spellings(name):
     """Return how a figure may stand on the page; `_x` after one of the whole stack may be one of a tier."""
-    names = {name, name.replace("kvtiers_", "kvtiers_tier_", 1)}
-    return names | {f"{name}_total" for name in names}
+    return {name, name.replace("kvtiers_", "kvtiers_tier_", 1)}
 
 
 def test_a_store_gives_what_its_options_class_names(tmp_path):
