@@ -52,9 +52,9 @@ RUN_TOO = (
     "kvtiers ctl clear --fingerprint 5c1a5c1a",
     "kvtiers ctl clear --tenant acme",
     (
-        "kvtiers evaluate --log requests.jsonl --hours 24 --chars-per-token 3.5 --media-tokens 1000 --tokens-per-chunk 64 "
-        "--gpu-cache 20GiB --most-memory 64GiB --prefill-speed 20000 --model config.json --tp 2 --gbps disk=3 "
-        "--rtt network=2ms --tier-price disk=0.02 --no-replay"
+        "kvtiers evaluate --log requests.jsonl --hours 24 --chars-per-token 3.5 --media-tokens 1000 "
+        "--tokens-per-chunk 64 --gpu-cache 20GiB --most-memory 64GiB --prefill-speed 20000 --model config.json --tp 2 "
+        "--gbps disk=3 --rtt network=2ms --tier-price disk=0.02 --no-replay"
     ),
     "kvtiers evaluate --log named.jsonl --only-model some --no-replay",
     "kvtiers evaluate --log hashes.jsonl --tokens-per-block 16 --no-replay",
