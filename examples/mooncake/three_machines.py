@@ -3,7 +3,7 @@
 Each process is a machine: it has a client of kvtiers with a ``mooncake`` tier, and contributes 64 MiB to the pool. A
 value that one has written is read by the others, wherever in the pool it lies; then one machine is killed::
 
-    pip install kvtiers kvtiers-mooncake mooncake-transfer-engine-non-cuda numpy
+    pip install ./core ./plugins/mooncake_tier mooncake-transfer-engine-non-cuda numpy
     python examples/mooncake/three_machines.py
 
 It starts a ``mooncake_master`` of its own, and leaves nothing behind. It takes half a minute.

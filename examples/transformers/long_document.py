@@ -1,8 +1,8 @@
 """Questions about a long document, with transformers and without a server: the first answer pays for the document once.
 
-    pip install kvtiers-transformers kvtiers-fs "transformers>=5.24" torch matplotlib
-    python long_document.py --document README.md --plot first_tokens.png
-    python long_document.py --document README.md                     # again: another process, the same document
+    pip install ./core ./integrations/transformers ./plugins/fs_tier "transformers>=5.24" torch matplotlib
+    python examples/transformers/long_document.py --document README.md --plot first_tokens.png
+    python examples/transformers/long_document.py --document README.md                  # again: another process
 
 `--random` takes a small model on random weights and bytes for tokens: nothing is downloaded, and the answers are noise.
 """
