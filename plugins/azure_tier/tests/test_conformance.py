@@ -3,13 +3,16 @@ from functools import partial
 import pytest
 
 from kvtiers.testing import ChunkStoreTests, TierPluginTests
+from kvtiers.testing.chunk_store.methods import BufferTests, ConcurrencyTests, ValueTests
 from kvtiers_azure.store import AzureStore
 
 # The server runs beside the tests: where both processors are busy, 64 requests at once take it more than 10 s.
 PATIENT = {"timeout": "60s", "connect_timeout": "60s", "deadline": "60s"}
 
 
-class TestAzureOnAzurite(ChunkStoreTests):
+class TestAzureOnAzurite(ValueTests, BufferTests, ConcurrencyTests):
+    """The tests of what a value holds, of which the larger ones are moved whole here, and in parts below."""
+
     store_class = AzureStore
     patience = 70.0
 

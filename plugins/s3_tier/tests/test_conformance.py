@@ -3,6 +3,8 @@ from functools import partial
 import pytest
 
 from kvtiers.testing import ChunkStoreTests, TierPluginTests
+from kvtiers.testing.chunk_store.abilities import BatchTests
+from kvtiers.testing.chunk_store.methods import BufferTests, ConcurrencyTests, ValueTests
 from kvtiers_s3.store import S3Store
 
 # The server runs beside the tests: where both processors are busy, 64 requests at once take it more than 10 s, and one
@@ -39,13 +41,11 @@ class TestObstoreOnMotoWithChecksums(ChunkStoreTests):
         return partial(S3Store, moto_config(client="obstore", checksums="always", part_size="5MiB", **PATIENT))
 
 
-class TestBoto3OnMotoWithChecksums(ChunkStoreTests):
-    """But for killed writers: what becomes of half a request is the server's doing, which moto does for no one else."""
+class TestBoto3OnMotoWithChecksums(ValueTests, BufferTests, ConcurrencyTests, BatchTests):
+    """The tests of what a value holds, which checksums are of; for all else this client has its tests on Ceph."""
 
     store_class = S3Store
     patience = 70.0
-    test_a_writer_killed_in_the_middle_leaves_no_half_value = None
-    test_a_killed_writer_does_not_hinder_the_next_one = None
 
     @pytest.fixture
     def open_store(self, moto_config):
