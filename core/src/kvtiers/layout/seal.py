@@ -56,7 +56,7 @@ class SealVerdict(Enum):
 
     OK = "ok"
     FOREIGN = "foreign"
-    """Not damaged, but of another format, layout or length: not for us to judge or to delete."""
+    """Not damaged, but of another format or layout: not for us to judge or to delete."""
     CORRUPT = "corrupt"
     """The bytes are not those that were stored under this name."""
 

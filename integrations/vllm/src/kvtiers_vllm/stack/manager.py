@@ -370,7 +370,7 @@ class KvtiersManager(OffloadingManager):
     def back_off(self, *, computes: bool) -> None:
         """Pause in a step that computes nothing, so that the awaited copies get the interpreter and the processor."""
         idle = self._alone and not computes and not self._passed_over
-        waits = self._plans.are_running() or self._manager.has_pending_work() or self._first_report_is_due()
+        waits = self._plans.are_running() or self._tiers_want_steps() or self._first_report_is_due()
         self._backoff.step(idle=idle and waits, watched=WAKEUP.watched > 0 and not self.pipelined.are_open())
 
     @never_raises(lambda: None)
@@ -397,7 +397,11 @@ class KvtiersManager(OffloadingManager):
             return self._plans.are_running() or self._plans.has_unconfirmed()
         if self._plans.has_unconfirmed() or self.pipelined.are_open():
             return True
-        return self._manager.has_pending_work() or self._first_report_is_due()
+        return self._tiers_want_steps() or self._first_report_is_due()
+
+    def _tiers_want_steps(self) -> bool:
+        with self._manager.lock:
+            return self._manager.has_pending_work()
 
     def _first_report_is_due(self) -> bool:
         return self._first_report is not None and self._first_report.is_due()
