@@ -4,6 +4,7 @@ Looks at each Markdown file of the project. Links to other sites are not followe
 a server that is not ours does.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
 
 def documents() -> Iterator[Path]:
     """Yield every Markdown file that is not in a hidden folder (a virtual environment, a cache)."""
-    for path in sorted(ROOT.rglob("*.md")):
-        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts):
-            yield path
+    for folder, folders, files in os.walk(ROOT):
+        # A virtual environment has more files than the project, and may be installed at this moment.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".md") and not name.startswith("."))
 
 
 def anchors(path: Path) -> set[str]:
