@@ -135,3 +135,12 @@ def alone(
     alone = environment(tmp_path_factory.mktemp(distribution.name))
     alone.create("kvtiers", distribution.name)
     return alone
+
+
+@pytest.fixture(scope="session")
+def every_tier(environment: Callable[[Path], Environment], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The kit beside every tier and its client library, installed once: what each needs is tested where it is alone."""
+    every_tier = environment(tmp_path_factory.mktemp("every-tier"))
+    tiers = [Distribution(folder) for folder in PROJECTS if folder.name.endswith("_tier")]
+    every_tier.create("kvtiers[testing]", *(name for tier in tiers for name in (tier.name, *tier.client)))
+    return every_tier

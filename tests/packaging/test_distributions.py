@@ -115,8 +115,8 @@ def test_a_tier_type_that_is_not_installed_is_one_line_that_names_it(alone):
 
 
 @only("plugins/*_tier")
-def test_the_kit_of_the_testing_extra_runs_on_an_installed_plugin(distribution, alone):
-    alone.install("kvtiers[testing]", *distribution.client)
-    shutil.copytree(distribution.folder / "tests", alone.folder / "tests", dirs_exist_ok=True)
-    said = alone.run("python", "-m", "pytest", "-q", "-k", "Plugin", "tests/test_conformance.py")
+def test_the_kit_of_the_testing_extra_runs_on_an_installed_plugin(distribution, every_tier, tmp_path):
+    shutil.copytree(distribution.folder / "tests", tmp_path / "tests")
+    kit = ("-q", "-k", "Plugin", f"--rootdir={tmp_path}", tmp_path / "tests" / "test_conformance.py")
+    said = every_tier.run("python", "-m", "pytest", *kit)
     assert re.search(r"^[1-9]\d* passed", said, re.MULTILINE), said
