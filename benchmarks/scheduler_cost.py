@@ -36,12 +36,13 @@ from lib.results import options_of, say
 from rigs.chunk_life import BATCH, PHASES, Life, OurLife, measure, new_keys
 
 import kvtiers
-from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob
+from kvtiers.api import JobResult, LookupResult, OffloadKey, TierConfig, TierRequest, TransferJob
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.secondary.managed.sealed_tier import SealedTier
+from kvtiers.secondary.tier_jobs import EventTier
 from kvtiers.tiering.engine_side import TraceSide, Watchers
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
@@ -62,7 +63,7 @@ SECONDS_PER_TOKEN = 0.001  # of an engine that every tier is faster than
 GOAL_SHARE, GOAL_GROWTH, GOAL_PREFIX_MS, GOAL_IDLE_US = 1 / 3, 1.25, 3.0, 20.0
 
 
-class InstantTier(SecondaryTierManager):
+class InstantTier(EventTier):
     """Takes everything, has what ``there`` says, and has ended each job when it is asked; on ``hold`` none."""
 
     def __init__(self) -> None:

@@ -22,12 +22,12 @@ from kvtiers.api import (
     JobResult,
     LookupResult,
     OffloadKey,
-    SecondaryTierManager,
     TierRequest,
     TransferJob,
     make_offload_key,
 )
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.secondary.tier_jobs import EventTier
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
@@ -95,7 +95,7 @@ class Outcome:
         return sum(self.seconds)
 
 
-class _PlayedTier(SecondaryTierManager):
+class _PlayedTier(EventTier):
     """A tier by the clock."""
 
     def __init__(self, tier: Tier, clock: Callable[[], float]) -> None:

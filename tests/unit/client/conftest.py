@@ -40,7 +40,7 @@ class PlayedTier(EventTier):
             raise OSError("it was to")
         self.jobs[job.job_id] = job
 
-    submit_store = submit_load = _submit
+    submit_store = submit_load = submit_delete = _submit
 
     def end(self, *good, success=False):
         """End the oldest job."""

@@ -183,7 +183,7 @@ def test_where_no_other_row_is_free_a_late_load_is_waited_for(bench, played, key
 def test_a_key_is_gone_when_every_tier_that_takes_stores_is_without_it(bench, played, keys):
     one, two, read_only, cannot = played(), played(), played(), played()
     for tier in (one, two, read_only):
-        tier.submit_delete = tier._submit
+        tier.can_delete = True
     bench.drive(one, two, read_only, read_only=[read_only])
     delete = bench.begin_on(Delete, keys, bench.rows.none())
     assert [len(tier.jobs) for tier in (one, two, read_only)] == [1, 1, 0]
@@ -200,9 +200,7 @@ def test_a_key_is_gone_when_every_tier_that_takes_stores_is_without_it(bench, pl
 @pytest.mark.parametrize("why", ["unusable", "raises", "cannot"])
 def test_a_tier_that_removes_nothing_now_keeps_every_key_from_being_gone(bench, played, keys, why):
     one, two = played(), played()
-    one.submit_delete = one._submit
-    if why != "cannot":
-        two.submit_delete = two._submit
+    one.can_delete, two.can_delete = True, why != "cannot"
     two.usable, two.raises = why != "unusable", why == "raises"
     bench.drive(one, two)
     delete = bench.begin_on(Delete, keys, bench.rows.none())

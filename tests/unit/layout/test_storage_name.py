@@ -140,7 +140,6 @@ def test_a_tenants_values_have_names_of_their_own(block_hash, tenant, other):
     name = names.name(key)
     namespace, segment, rest = name.split("/", 2)
     assert (namespace, segment) == ("prod", f"t-{tenant}")
-    assert name.startswith(names.of_tenant(tenant))
     assert f"{namespace}/{rest}" == names.name(make_offload_key(block_hash, 3)), "behind the tenant all is as without"
     parsed = parse_name(name)
     assert parsed is not None

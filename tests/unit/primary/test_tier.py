@@ -450,14 +450,6 @@ def test_no_events_are_kept_where_none_are_wanted():
     assert tier.take_events() == []
 
 
-def test_usage_is_the_share_that_cannot_be_had(tier):
-    stored(tier, "abcd")
-    tier.prepare_load(names("a"), "r")
-    tier.prepare_store(names("xyz"), "r")
-    assert tier.usage == pytest.approx((0.4, 0.3, 0.1))
-    assert CPUPrimaryTier(0, 64, memoryview(b"")).usage == (0.0, 0.0, 0.0)
-
-
 def test_a_tier_without_rows_has_room_for_nothing():
     tier = CPUPrimaryTier(0, 64, memoryview(b""))
     assert tier.prepare_store(names("a"), "r") is None

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, TransferJob, make_offload_key
+from kvtiers.api import JobResult, LookupResult, TransferJob, make_offload_key
 from kvtiers.gpu.host_copy import HostCopier
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.scheduler import BlockHolder, LoadOutcome, OffloadScheduler, SchedulerOptions, StepTransfers
+from kvtiers.secondary.tier_jobs import EventTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
@@ -107,7 +108,7 @@ class Offers(TieringManager):
         return super().prepare_load(keys, ctx)
 
 
-class Shelf(SecondaryTierManager):
+class Shelf(EventTier):
     """A tier whose answers and transfers the test decides; loads end with ``land``."""
 
     def __init__(self, stride: int) -> None:
@@ -173,7 +174,7 @@ class Bench:
     options: SchedulerOptions | None = None
     blocks: BlockHolder = field(default_factory=Blocks)
     num_blocks: int = 400
-    tier: Shelf | SecondaryTierManager | None = None
+    tier: EventTier | None = None
 
     def __post_init__(self) -> None:
         stride = self.layout.row_stride

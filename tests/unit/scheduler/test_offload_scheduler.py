@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
+from kvtiers.api import JobResult, LookupResult, make_offload_key
+from kvtiers.secondary.tier_jobs import EventTier
 from kvtiers.types import TransferResult
 
 from .harness import TOKENS, Bench, layout_of
@@ -260,7 +261,7 @@ def test_a_call_between_steps_waits_for_another_holder_of_the_lock(bench) -> Non
     assert not other.is_alive()
 
 
-class WholeRequests(SecondaryTierManager):
+class WholeRequests(EventTier):
     """A tier that is offered all chunks of every request; it notes the keys and keeps nothing."""
 
     def __init__(self) -> None:

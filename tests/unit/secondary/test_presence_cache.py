@@ -243,20 +243,6 @@ def test_its_memory_is_bounded(tier, kit, monkeypatch):
     assert tier.ask([kit.key(0)]) == [RETRY]
 
 
-def test_what_is_to_be_asked_again_is_asked_whatever_was_known_or_is_in_flight(tier, asked, keys):
-    settle(tier, asked, keys[:2], [1, 0])
-    tier.ask(keys[2:4])
-    tier.flush()
-    probe = asked.last[0]
-    tier.forget(keys[:4])
-    tier.answered(probe, bytes([0, 0]))
-    for key in keys[:4]:
-        assert tier.ask([key]) == [RETRY]
-    tier.flush()
-    tier.answered(asked.last[0], bytes([1] * 4))
-    assert tier.ask(keys[:4]) == [HIT] * 4
-
-
 def test_what_the_store_lacks_is_told_without_a_question_until_it_may_be_there(tier, asked, keys, clock):
     settle(tier, asked, keys[:1], [0])
     settle(tier, asked, keys[1:2], [0])

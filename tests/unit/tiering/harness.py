@@ -8,8 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, group_of, make_offload_key
+from kvtiers.api import JobResult, LookupResult, group_of, make_offload_key
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.secondary.tier_jobs import EventTier
 from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
@@ -106,7 +107,7 @@ class Submitted:
     rows: list
 
 
-class FaultyTier(SecondaryTierManager):
+class FaultyTier(EventTier):
     """Holds real bytes; by default it ends each job within the submit. What goes wrong is up to the test.
 
     ``hold``: jobs wait in ``held`` until ``end`` is called. ``raises``: names of methods that raise. ``answer``: what

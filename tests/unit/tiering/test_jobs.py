@@ -374,7 +374,7 @@ def test_events_are_handled_in_their_order_and_failures_in_a_row_are_one_line(be
         JobFailed(third, ""),
     ]
     bench.step()
-    bench.slots[0]._poll = lambda: [stream.pop(0) for _ in range(len(stream))]
+    bench.tier["a"].poll = lambda: [stream.pop(0) for _ in range(len(stream))]
     bench.step()
     assert [record.args[1] for record in caplog.records] == [2, 1]
     assert bench.figures("a")["quarantined_rows"] == 2, "the first one's row is free"

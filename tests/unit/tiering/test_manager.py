@@ -476,6 +476,7 @@ def idle():
     """An engine with a tier that can be tended; how often it was."""
     bench = Bench(tiers={"a": {}}, options=WIDE)
     tended = []
+    bench.tier["a"].is_tended = True
     bench.tier["a"].tend = lambda: tended.append(bench.clock())
     bench.step()
     bench.manager.tend()
@@ -518,7 +519,7 @@ def test_an_idle_engine_makes_one_step_when_a_tier_is_in_another_condition_so_th
 def test_a_tier_that_cannot_be_tended_is_not_called_by_another_thread(idle):
     bench, _ = idle
     tier = bench.tier["a"]
-    del tier.tend
+    tier.is_tended = False
     tier.is_available = lambda: pytest.fail("called outside of a step")
     bench.manager.tend()
     bench.manager.tend()

@@ -523,8 +523,9 @@ def test_a_chunk_that_another_request_brings_while_a_long_plan_gets_its_rows_is_
 
 def telling(bench, name="a"):
     """Let a tier say, without being asked, which chunks it lacks, as the tiers in hosts do."""
-    bench.slots["ab".index(name)]._lacks_all = lambda keys: not any(bench.tier[name].has(keys))
-    return bench.tier[name]
+    tier = bench.tier[name]
+    tier.lacks_all = lambda keys: not any(tier.has(keys))
+    return tier
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 1), (0, 4, 2)])

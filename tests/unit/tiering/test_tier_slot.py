@@ -5,7 +5,8 @@ import os
 import pytest
 
 from kvtiers._failures import FORKED_STATUS
-from kvtiers.api import JobResult, SecondaryTierManager
+from kvtiers.api import JobResult
+from kvtiers.secondary.tier_jobs import EventTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
@@ -82,7 +83,7 @@ def test_a_child_that_a_tier_forks_is_no_second_engine(method, ending, capfd):
     assert f"its child {child} has come back from the call" in capfd.readouterr().err
 
 
-class Silent(SecondaryTierManager):
+class Silent(EventTier):
     """A tier that has nothing to say to what may be left out."""
 
 

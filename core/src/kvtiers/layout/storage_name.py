@@ -161,10 +161,6 @@ class StorageNames:
         """Return what the values with these keys are sealed for, in order."""
         return [ValueName(name, self.layout_id) for name in self.names(keys)]
 
-    def of_tenant(self, tenant: str) -> str:
-        """Return what the names of a tenant's values begin with, whatever the model."""
-        return f"{self.namespace}/t-{tenant}/"
-
 
 @lru_cache(1024)
 def _prefix_of_tenant(prefix: str, tenant: str) -> str:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse, islice
-from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey
 from kvtiers.primary.eviction import EvictionPolicy, HintedPolicy, TenantShares, make_policy
@@ -31,15 +30,7 @@ from kvtiers.primary.residents import Allocation, Residents
 from kvtiers.primary.row_table import RowTable
 from kvtiers.types import OffloadEvent, RequestHints
 
-__all__ = ["Allocation", "CPUPrimaryTier", "Usage"]
-
-
-class Usage(NamedTuple):
-    """Shares (0 to 1) of the rows that are neither free nor evictable: all, those being written, the others."""
-
-    total: float
-    writes: float
-    reads: float
+__all__ = ["Allocation", "CPUPrimaryTier"]
 
 
 class CPUPrimaryTier:
@@ -193,16 +184,6 @@ class CPUPrimaryTier:
             "kept_given_up": sum(hints.given_up for hints in kept),
             "misuse": rows.misuse,
         }
-
-    @property
-    def usage(self) -> Usage:
-        """The shares of the rows that are neither free nor evictable."""
-        rows = self._rows
-        if not rows.num_rows:
-            return Usage(0.0, 0.0, 0.0)
-        total = (rows.num_rows - rows.free - self._chunks.evictable) / rows.num_rows
-        writes = rows.pending / rows.num_rows
-        return Usage(total, writes, total - writes)
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return whether this chunk is a MISS, HIT or HIT_PENDING. No side effect: a lookup is not a use."""

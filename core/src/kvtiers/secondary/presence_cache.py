@@ -151,12 +151,6 @@ class PresenceCache:
         """Record that these chunks could not be loaded: turn their verdicts to MISS."""
         self._learn(keys, -(self._clock() + self._miss_seconds))
 
-    def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget what is known of these chunks, and answers that are in flight: the next lookup asks again."""
-        for key in keys:
-            for known in (self._verdicts, self._asked, self._singles):
-                known.pop(key, None)
-
     def clear(self) -> None:
         """Forget everything: names have changed, or the tier may have."""
         self._verdicts.clear()

@@ -44,6 +44,9 @@ class ChunkStoreTier(EventTier):
     ``rows``: of the primary, each of ``row_bytes``; values that wait to be written hold some of them.
     """
 
+    can_delete = True
+    is_tended = True
+
     def __init__(
         self,
         config: TierConfig,

@@ -24,10 +24,9 @@ its parts wherever it polls, under its connection's lock.
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TransferJob
 from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Status, StoreJob
@@ -58,15 +57,54 @@ NO_RESULTS = (JobStarted, JobFailed, JobReleased)
 
 
 class EventTier(SecondaryTierManager):
-    """A tier that reports by one stream of events, as core's own do; ``poll`` stands for all getters."""
+    """A tier as core drives it: by one stream of events, and with what core's own tiers can do besides the contract.
 
-    @abstractmethod
+    A subclass implements ``poll``, which stands for all getters, or those. What else it cannot do it leaves as it is.
+    """
+
+    can_delete: ClassVar[bool] = False
+    is_tended: ClassVar[bool] = False
+    """Its methods may be called by another thread than the engine's, between any two other calls."""
+
     def poll(self) -> Iterable[TierEvent]:
         """Return the events since the last call, of a bounded number of jobs, oldest first."""
+        return poll_getters(self)
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
         """Return the results among the events, and drop the others: for a caller that waits for results alone."""
         return [event for event in self.poll() if not isinstance(event, NO_RESULTS)]
+
+    def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:  # noqa: ARG002 -- this, and those below, do nothing
+        """Return whether a lookup of each of these chunks would be a MISS, without asking the store."""
+        return False
+
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask about a prefix that will be looked up soon; between any two other calls."""
+
+    def submit_delete(self, job: TransferJob) -> None:
+        """Start to remove the chunks of a job, which has no rows; only if it ``can_delete``."""
+        raise NotImplementedError
+
+    def release_job(self, job_id: int) -> None:
+        """Detach a job whose request is over from its memory, if possible; not a failure of the tier."""
+
+    def kill_job(self, job_id: int, reason: str) -> None:
+        """End whatever still touches the rows of a job, and all that is in its process."""
+
+    def cancel_job(self, job_id: int) -> None:
+        """Begin nothing more of a job that is not wanted any more; its result must still follow."""
+        self.abandon_job(job_id)
+
+    def tend(self) -> None:
+        """Do what a step does for the tier itself, while no step comes; only if it ``is_tended``."""
+
+    def open_state(self) -> str | None:
+        """Return "" if it is open, why it is not, or None while it has said neither. From any thread."""
+        return ""
+
+    def stats(self) -> Mapping[str, float]:
+        """Return the tier's own figures. From any thread."""
+        return {}
 
 
 def poll_getters(

@@ -10,14 +10,13 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import ParamSpec, TypeVar
 
 from kvtiers._failures import end_forked_child, error_text, forks, log_with_backoff
 from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.api.config import Admission
 from kvtiers.metrics import SILENT_SECONDS, TierMetrics
-from kvtiers.secondary.tier_jobs import EventTier, TierEvent, poll_getters
+from kvtiers.secondary.tier_jobs import EventTier, TierEvent
 from kvtiers.tiering.estimates import LoadRate
 
 __all__ = ["PinBudget", "Reservation", "SlowWatch", "TierOptions", "TierSlot"]
@@ -53,53 +52,10 @@ class TierOptions:
     """Several processes may have its store open, and each finds what the others have written."""
 
 
-@runtime_checkable
-class CanAskAhead(Protocol):
-    """A tier that can be asked about a prefix before its lookup."""
-
-    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Ask about a prefix that will be looked up soon; between any two other calls."""
-
-
-@runtime_checkable
-class CanDelete(Protocol):
-    """A tier that can remove chunks."""
-
-    def submit_delete(self, job: TransferJob) -> None:
-        """Start to remove the chunks of a job, which has no rows."""
-
-
-@runtime_checkable
-class CanDetach(Protocol):
-    """A tier whose jobs can be ended early."""
-
-    def release_job(self, job_id: int) -> None:
-        """Detach a job whose request is over from its memory, if possible; not a failure of the tier."""
-
-    def kill_job(self, job_id: int, reason: str) -> None:
-        """End whatever still touches the rows of a job, and all that is in its process."""
-
-
-@runtime_checkable
-class CanCancel(Protocol):
-    """A tier that distinguishes a job that is not wanted any more from one that takes too long."""
-
-    def cancel_job(self, job_id: int) -> None:
-        """Begin nothing more of this job; its result must still follow."""
-
-
-@runtime_checkable
-class CanBeTended(Protocol):
-    """A tier that can be looked after by another thread than the engine's, while no step comes."""
-
-    def tend(self) -> None:
-        """Do what a step does for the tier itself; between any two other calls."""
-
-
 class TierSlot:
     """A tier in its place in the order, with the manager's state about it."""
 
-    def __init__(self, index: int, tier: SecondaryTierManager, options: TierOptions) -> None:
+    def __init__(self, index: int, tier: EventTier, options: TierOptions) -> None:
         self.index = index
         self.tier = tier
         self.options = options
@@ -115,8 +71,6 @@ class TierSlot:
         self._tried_at = -math.inf
         self._trials = 0
         self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
-        self._poll = tier.poll if isinstance(tier, EventTier) else partial(poll_getters, tier)
-        self._lacks_all: Callable[[Sequence[OffloadKey]], bool] | None = getattr(tier, "lacks_all", None)
         self.wants_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
         """The tier does something when a request begins or ends."""
 
@@ -148,11 +102,11 @@ class TierSlot:
 
     def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether the tier has said of each of these chunks that it lacks it, and would say so again."""
-        return self._lacks_all is not None and self._is_yes(self._lacks_all, keys)
+        return self._is_yes(self.tier.lacks_all, keys)
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask the tier at once about a prefix that will be looked up soon, if it can be asked ahead."""
-        if isinstance(self.tier, CanAskAhead) and self.available():
+        if self.available():
             self._do(self.tier.ask_ahead, keys)
 
     def submit(self, job: TransferJob) -> bool:
@@ -162,11 +116,11 @@ class TierSlot:
     @property
     def can_delete(self) -> bool:
         """Whether the tier can remove chunks."""
-        return isinstance(self.tier, CanDelete)
+        return self.tier.can_delete
 
     def delete(self, job: TransferJob) -> bool:
         """Hand over a job that removes chunks; False if nothing has started, as with a tier that cannot do that."""
-        return isinstance(self.tier, CanDelete) and self._do(self.tier.submit_delete, job)
+        return self.tier.can_delete and self._do(self.tier.submit_delete, job)
 
     def poll(self) -> list[TierEvent]:
         """Return the tier's new events; none of a retired one. What comes before an exception is kept."""
@@ -174,7 +128,7 @@ class TierSlot:
         if not self.retired:
             before = forks.count
             try:  # not by _take: every step comes by here, with nothing to take
-                events.extend(self._poll())
+                events.extend(self.tier.poll())
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
             finally:
@@ -188,17 +142,15 @@ class TierSlot:
 
     def release_job(self, job_id: int) -> None:
         """Detach a job whose request is over from its memory, if the tier can: a JobReleased says so."""
-        if isinstance(self.tier, CanDetach):
-            self._do(self.tier.release_job, job_id)
+        self._do(self.tier.release_job, job_id)
 
     def kill_job(self, job_id: int, reason: str) -> None:
         """End whatever still touches the rows of a job, if the tier has processes for that."""
-        if isinstance(self.tier, CanDetach):
-            self._do(self.tier.kill_job, job_id, reason)
+        self._do(self.tier.kill_job, job_id, reason)
 
     def cancel(self, job_id: int) -> None:
         """Notify the tier that one of its jobs is not wanted any more, through no fault of the tier's."""
-        self._do(self.tier.cancel_job if isinstance(self.tier, CanCancel) else self.tier.abandon_job, job_id)
+        self._do(self.tier.cancel_job, job_id)
 
     def request_started(self, context: TierRequest) -> bool:
         """Notify the tier of a request; True if it wants all the request's chunks."""
@@ -222,13 +174,12 @@ class TierSlot:
 
     def tend(self, now: float) -> None:
         """Look after the tier while no step comes; between any two other calls, from any thread."""
-        if isinstance(self.tier, CanBeTended):
-            self._do(self.tier.tend)
+        self._do(self.tier.tend)
         self.watch_speed(now)
 
     def condition(self) -> tuple[float, ...]:
         """Return what people are to know of a tier that is tended: whether it is in use, full, refusing, too slow."""
-        if not isinstance(self.tier, CanBeTended):
+        if not self.tier.is_tended:
             return ()
         own = self._figures()
         return self.available(), own.get("full", 0), own.get("refusing", 0), self.metrics.too_slow
@@ -239,17 +190,15 @@ class TierSlot:
             _log.warning("%s", line)
 
     def _figures(self) -> dict[str, float]:
-        stats = getattr(self.tier, "stats", None)
-        return {} if stats is None else self.own_stats(lambda _name: dict(stats()))
+        return self.own_stats(lambda _name: dict(self.tier.stats()))
 
     def has_pending_work(self) -> bool:
         """Return whether the tier wants the engine to keep stepping."""
         return self._is_yes(self.tier.has_pending_work)
 
     def has_spoken(self) -> bool:
-        """Return whether the tier is open, or has reported why it is not; True for a tier that never reports it."""
-        state = getattr(self.tier, "open_state", None)
-        return state is None or state() is not None
+        """Return whether the tier is open, or has reported why it is not."""
+        return self.tier.open_state() is not None
 
     def own_stats(self, read: Callable[[str], dict[str, float]]) -> dict[str, float]:
         """Return the tier's own figures, read by its name."""

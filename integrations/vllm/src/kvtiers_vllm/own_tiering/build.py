@@ -19,7 +19,6 @@ from kvtiers.api import (
     JobResult,
     LookupResult,
     OffloadKey,
-    SecondaryTierManager,
     StartError,
     TierConfig,
     TierContext,
@@ -37,6 +36,7 @@ from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.secondary.tier_jobs import EventTier
 from kvtiers.start_line import OFF, Announced, StartFacts, StartLine
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, prior_seconds_per_token
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
@@ -175,7 +175,7 @@ def _why_off(engine: Engine) -> str:
     return ""
 
 
-class OffTier(SecondaryTierManager):
+class OffTier(EventTier):
     """A tier that is off in this engine: every lookup misses, every job is refused."""
 
     def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:  # noqa: ARG002 -- it has nothing, for any request

@@ -15,7 +15,6 @@ from kvtiers.api import (
     JobResult,
     LookupResult,
     OffloadKey,
-    SecondaryTierManager,
     TenantRoom,
     TierRequest,
     TransferJob,
@@ -23,6 +22,7 @@ from kvtiers.api import (
 from kvtiers.api.config import Admission, quota_of
 from kvtiers.config import BudgetConfig
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.secondary.tier_jobs import EventTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
@@ -175,7 +175,7 @@ def _options(tier: CaseTier) -> TierOptions:
     )
 
 
-class _KeyStore(SecondaryTierManager):
+class _KeyStore(EventTier):
     """A tier of keys alone: an LRU of at most ``capacity`` chunks, whose jobs have ended when they are submitted.
 
     ``quotas`` are kept as tier hosts keep them (``host/quotas.py``), by deletions that take no time.
