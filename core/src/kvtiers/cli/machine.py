@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,11 @@ def _try_memfd(huge_pages: HugePages) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The source of the machine check's facts. Functions give those that are not files: limits, clocks, memfd."""
+    """The source of the machine check's facts. Functions give those that are not files: limits, memfd, memory."""
 
     root: Path = Path("/")
     system: str = sys.platform
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
-    wall_clock: Callable[[], float] = time.time
-    steady_clock: Callable[[], float] = time.monotonic
     try_memfd: Callable[[HugePages], None] = _try_memfd
     sysconf: Callable[[str], int] = os.sysconf
 

@@ -6,7 +6,6 @@ Each check yields findings: ok, a warning (it runs, but worse) or an error (it d
 import os
 import resource
 import socket
-import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,6 @@ _FEW_CHUNKS = 4
 # says so; models of use have more.
 _SMALL_CHUNK = 2 * 24 * 2 * 64 * 2 * 16
 _SUM = f"2 x 24 layers x 2 heads x 64 x 2 bytes x 16 tokens = {format_size(_SMALL_CHUNK)}"
-_SANE_YEARS = range(2025, 2100)
 _CONNECT_SECONDS = 2.0
 _UNLIMITED = resource.RLIM_INFINITY
 
@@ -46,7 +44,6 @@ def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
         _kernel,
         _memfd,
         _descriptors,
-        _clock,
         _eviction,
         _budgets,
         _recording,
@@ -269,18 +266,3 @@ def _descriptors(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     else:
         how = f"ulimit -n {need}" if hard == _UNLIMITED or hard >= need else f"as root, raise the hard limit ({hard})"
         yield Finding("error", f"open files are limited to {soft}, about {need} are needed", how)
-
-
-def _clock(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
-    year = time.gmtime(machine.wall_clock()).tm_year
-    first, second = machine.steady_clock(), machine.steady_clock()
-    if second < first:
-        yield Finding("error", "the monotonic clock runs backwards: no deadline can be kept", "reboot, or mend the VM")
-    if year in _SANE_YEARS:
-        yield Finding("ok", f"the clock says {year}")
-    else:
-        yield Finding(
-            "error",
-            f"the clock says {year}: certificates and signed requests are refused",
-            "set the clock; run an NTP service",
-        )
