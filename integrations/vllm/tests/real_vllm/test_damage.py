@@ -30,11 +30,10 @@ def swap(values):
     return values[1:] + values[:1]
 
 
-@pytest.fixture(scope="module", params=["fs", "redis", "s3"])
-def server(request, tmp_path_factory):
-    if request.param == "fs":
-        return Directory(tmp_path_factory.mktemp("damage"))
-    return request.getfixturevalue({"redis": "redis", "s3": "gateway"}[request.param])
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One store: what a damaged value of each tier kind gives is what ``tests/corruptions`` is about."""
+    return Directory(tmp_path_factory.mktemp("damage"))
 
 
 def spoil(server, tier, damage):
@@ -44,7 +43,7 @@ def spoil(server, tier, damage):
 
 @pytest.fixture(scope="module")
 def tier(server, way):
-    """A tier of each engine in turn: of either way in, over each store; what one tier host reads another may write."""
+    """A tier of each engine in turn, of either way in; what one tier host reads another may write."""
     return server.tier(required=True, processes=4)
 
 
