@@ -93,7 +93,7 @@ DIFFERENTIAL_VENVS := $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) $(VLLM
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-all test-rest test-changed test-explore links test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-differential test-engines-all test-vllm test-vllm-all test-gpu judges lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: help demo test test-all test-rest test-changed test-explore links test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-differential test-engines-all test-vllm test-vllm-all test-gpu judges judge-vllm judge-lmcache judge-simulator lint types lint-workflows docs changelog-draft bench soak corruptions
 .PHONY: emulators environment environment-engines environment-sglang environment-transformers environment-lmcache environment-vllm lock wheels system clean
 
 help:  ## Show this list
@@ -152,11 +152,17 @@ test-transformers-all: environment-transformers  ## The same, with every model a
 test-differential: environment system emulators $(addsuffix /.differential,$(DIFFERENTIAL_VENVS))  ## Every integration over every tier kind, the same scenes; writes the table in docs/
 	$(PYTHON) tests/differential/differential.py --write $(DIFFERENTIAL_ARGS)
 
-judges: environment-vllm environment-lmcache  ## Others' test suites over kvtiers, and a simulator beside it (fetched and pinned, not in here)
+judges: judge-vllm judge-lmcache judge-simulator  ## Others' test suites over kvtiers, and a simulator beside it (fetched and pinned, not in here)
+
+judge-vllm: environment-vllm
 	@echo "== vLLM's suites"
 	$(VLLM_PYTHON) tests/judges/judges.py vllm $(PYTEST_ARGS)
+
+judge-lmcache: environment-lmcache
 	@echo "== LMCache's suites"
 	$(LMCACHE_PYTHON) tests/judges/judges.py lmcache $(PYTEST_ARGS)
+
+judge-simulator: environment-vllm
 	@echo "== KVCache.AI's simulator"
 	$(VLLM_PYTHON) tests/judges/kvcache_simulator.py
 	@echo "== questions and lookups of a hybrid model"
