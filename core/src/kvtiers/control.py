@@ -49,6 +49,7 @@ __all__ = [
     "Action",
     "CommandRefused",
     "ControlSocket",
+    "OfAnotherUser",
     "Request",
     "process_of",
     "running",
@@ -288,6 +289,10 @@ class ControlSocket:
         )
 
 
+class OfAnotherUser(CommandRefused):
+    """The engine is another user's, and so answers only that user and root."""
+
+
 def running() -> list[str]:
     """Return the names of all engines' sockets on this machine."""
     try:
@@ -332,7 +337,7 @@ def send_to(
             connection.connect(f"\0{name}")
             pid, uid = peer_credentials(connection)
             if os.geteuid() not in {0, uid} or owner not in {None, uid}:
-                raise CommandRefused(f"it is of user id {uid}; an engine answers only to its own user and to root")
+                raise OfAnotherUser(f"it is of user id {uid}; an engine answers only to its own user and to root")
             connection.sendall(_line({"action": action, "seconds": seconds, **arguments}))
             late = _LATE if action == "status" else f"{_LATE}; {_NOT_CERTAIN}"
             line = _read_line(connection, until, LARGEST_ANSWER)

@@ -20,7 +20,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: E402
 from observed_replay import EXAMPLES, observed, panels, range_queries, substituted, wait_until  # noqa: E402
 
 ALERTS = [rule for group in yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
-ON_VLLMS_PAGE_ALONE = {"kvtiers_tier_shared"}  # whose own tests ask that page for all others
+ON_VLLMS_PAGE_ALONE = {"kvtiers_tier_off", "kvtiers_tier_shared"}  # whose own tests ask that page for all others
 UNIT_TESTS = yaml.safe_load((EXAMPLES / "alerts_test.yaml").read_text())["tests"]
 
 

@@ -85,6 +85,15 @@ def test_an_engine_from_before_says_nothing_and_spoils_nothing(engine):
     assert old not in engines
 
 
+def test_an_engine_of_another_user_is_neither_shown_nor_silent(engine, monkeypatch):
+    engine(stats(fs=TierMetrics()))
+    assert printed("--engine", str(os.getpid()))["kvtiers_silent_engines", None, None] == 0
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    page = printed("--engine", str(os.getpid()))
+    assert page["kvtiers_engines", None, None] == page["kvtiers_silent_engines", None, None] == 0
+
+
 @pytest.mark.parametrize(
     ("part", "figures"),
     [

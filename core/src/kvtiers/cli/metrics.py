@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import click
 
 from kvtiers.api import KvtiersError
-from kvtiers.control import SOCKET_PREFIX, CommandRefused, process_of, running
+from kvtiers.control import SOCKET_PREFIX, CommandRefused, OfAnotherUser, process_of, running
 from kvtiers.metrics import Found, Histogram, described, families
 from kvtiers.status import ask_engine
 
@@ -102,8 +102,11 @@ class _Engines:
 
 
 def _answer(name: str) -> dict[str, Any] | None:
+    """Return an engine's answer: None if it gives none, empty if it is another user's."""
     try:
         return ask_engine(name)
+    except OfAnotherUser:
+        return {}
     except CommandRefused:
         return None
 
