@@ -111,7 +111,7 @@ test-all: lint docs system emulators  ## Lint, the docs' site, and all tests but
 	@echo "== pytest"
 	$(PYTEST) --durations=15 $(PYTEST_ARGS)
 
-# Of its tests more wait: three processes left a quarter of two cores idle.
+# More of its tests wait: by their processor time, three processes left about a fifth of two cores idle.
 test-rest: WORKERS = 4
 test-rest: docs system emulators  ## What `make test` leaves out of `make test-all`
 	@echo "== pytest"
