@@ -4,6 +4,7 @@ import pytest
 
 from .conftest import CHUNKS, PROMPTS, WHOLE
 from .servers import Directory
+from .test_releases import in_every_release
 
 FIRST, _ = PROMPTS
 
@@ -30,10 +31,12 @@ def swap(values):
     return values[1:] + values[:1]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One store: what a damaged value of each tier kind gives is what ``tests/corruptions`` is about."""
-    return Directory(tmp_path_factory.mktemp("damage"))
+@pytest.fixture(scope="module", params=["fs", *in_every_release("redis", "s3")])
+def server(request, tmp_path_factory):
+    """The store; ``tests/corruptions`` damages the values of each tier kind each time."""
+    if request.param == "fs":
+        return Directory(tmp_path_factory.mktemp("damage"))
+    return request.getfixturevalue({"redis": "redis", "s3": "gateway"}[request.param])
 
 
 def spoil(server, tier, damage):

@@ -8,6 +8,7 @@ import pytest
 
 from .conftest import PROMPTS, WHOLE
 from .engines import PATIENCE, wait_until
+from .test_releases import in_every_release
 from .ways import DEFAULT, tiers
 
 DEADLINE, GRACE, BUSY = 3.0, 1.0, 30.0
@@ -18,6 +19,8 @@ The machine may be busy with something else for ``BUSY`` of them.
 """
 SLOW_DEADLINE = 10.0
 """Seconds, of a tier whose loads take two."""
+RESUME_SECONDS = 300.0
+"""The breaker tries a store again after a second; the machine may be busy with something else for the rest."""
 AWHILE = 2.0
 """Seconds: far more than the waits that an engine has by itself, far less than anything that hangs would take."""
 WAITS = {"lookup_wait": f"{DEADLINE}s"}
@@ -25,17 +28,18 @@ EXPIRED = "kvtiers_tier_wait_expired{redis}"
 BREAKER = {"delay": "200ms", "max_delay": "1s"}
 
 
-@pytest.fixture
-def server(redis):
-    """One kind of store: what a client of each does with a server that is gone is tested where the tier is."""
-    yield redis
-    redis.resume()
-    redis.start()
+@pytest.fixture(params=["redis", *in_every_release("gateway")])
+def server(request):
+    """The store; what a client of each kind does with a server that is gone is tested where the tier is."""
+    server = request.getfixturevalue(request.param)
+    yield server
+    server.resume()
+    server.start()
 
 
 def hits_resume(engine, right, kind):
     """Ask, with right tokens each time, until the tier alone brings everything; what was lost is stored again."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + RESUME_SECONDS
     cached = []
     while cached != WHOLE:
         assert time.monotonic() < until, f"hits do not resume: {cached} of {WHOLE}; {engine.metrics()}"
