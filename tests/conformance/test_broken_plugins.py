@@ -57,7 +57,7 @@ PLUGINS = {  # name: (text in the entry module, what stands there instead, the t
         "test_an_unknown_option_is_refused"}),
     "ChangesItsConfig": (OPTION, f"    model_config = ConfigDict(frozen=False)\n{OPTION}", {
         "test_a_validated_config_never_changes"}),
-    "HasItsOwnHost": (OPTION, f'    host: str = Field(default="localhost", description="of the server")\n{OPTION}', {
+    "HasItsOwnNice": (OPTION, f'    nice: int = Field(default=5, description="of the server")\n{OPTION}', {
         "test_core_takes_the_plugin"}),
     "ChangesADefault": (OPTION, f"    deadline: Duration = Field(9.0, description={DEADLINE})\n{OPTION}", set()),
     "DescribesNothing": (OPTION, f"    depth: int = 1\n{OPTION}", {
