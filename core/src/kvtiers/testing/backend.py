@@ -31,6 +31,7 @@ def require_backend(tests: type[Any], steps: Iterable[Step]) -> None:
 
 def _trouble(steps: Iterable[Step], patience: float) -> str:
     before = children()
+    starters: dict[int, str] = {}  # a child may come back in a later step, on a busy machine
     for name, call, is_reported in steps:
         where = ""
         with plugin_boundary(KeyboardInterrupt, exits=True) as trying:
@@ -39,9 +40,11 @@ def _trouble(steps: Iterable[Step], patience: float) -> str:
             return f"{name} raised {trying.error}; is the backend there, and are its options right?"
         if where:
             return f"{name} did not return within {patience:g} s (the tests' 'patience'){where}"
-        if forked := came_back(children() - before):
+        starters |= dict.fromkeys(children() - before - starters.keys(), name)
+        if forked := came_back(starters):
             # Each test would go on twice, in two processes on one store.
             return (
-                f"{name} forked, and its child ({forked}) came back from the call; a store must not fork without exec"
+                f"{starters[forked]} forked, and its child ({forked}) came back from the call; a store must not fork "
+                "without exec"
             )
     return ""
