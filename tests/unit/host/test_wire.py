@@ -91,7 +91,7 @@ def decode(message):
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
 def test_messages_of_this_format_never_change(case):
-    assert wire.PROTOCOL_FORMAT == 9, "another format needs a golden file of its own, beside this"
+    assert wire.PROTOCOL_FORMAT == 9, "another format needs a golden file of its own, in place of this"
     message = message_of(case)
     assert wire.encode(message).hex() == case["frame"]
     reader = FrameReader()
