@@ -8,12 +8,13 @@ its key. The set has blocks and not hashes: two blocks of equal content are two,
 
 from collections.abc import Collection
 
-from kvtiers.scheduler.engine import BlockHolder, EngineRequest, OffloadManager
+from kvtiers.scheduler.engine import BlockHolder, EngineRequest
 from kvtiers.scheduler.geometry import Geometry
 from kvtiers.scheduler.options import SchedulerOptions
 from kvtiers.scheduler.request_state import RequestState
 from kvtiers.scheduler.stores import BlockIds, StoreChunk, Stores
 from kvtiers.scheduler.transfers import JobsInFlight
+from kvtiers.tiering.manager import TieringManager
 
 __all__ = ["EagerStores"]
 
@@ -23,7 +24,7 @@ class EagerStores(Stores):
 
     def __init__(
         self,
-        manager: OffloadManager,
+        manager: TieringManager,
         geometry: Geometry,
         jobs: JobsInFlight,
         options: SchedulerOptions,

@@ -1,86 +1,11 @@
-"""The offload scheduler's interfaces: what it calls of the tiering manager, and what it needs of its engine."""
+"""What the offload scheduler needs of its engine."""
 
-import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from kvtiers.api import OffloadKey
-from kvtiers.types import ChunkBlocks, LoadPlan, OffloadPolicy, PromptGroup, Reach, RequestContext, StorePlan
+from kvtiers.types import RequestContext
 
-__all__ = ["BlockHolder", "EngineRequest", "FreeQueue", "OffloadManager"]
-
-
-class OffloadManager(Protocol):
-    """The calls of ``TieringManager`` that the scheduler makes; their promises are written there."""
-
-    @property
-    def lock(self) -> threading.Lock:
-        """The lock, held from the first call of a step to ``on_schedule_end``."""
-
-    def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
-        """Record a request with this many tokens."""
-
-    def tenant_of(self, ctx: RequestContext) -> str | None:
-        """Return a request's tenant, "" for none; None: it may use no tier."""
-
-    def reach(
-        self,
-        groups: Sequence[PromptGroup],
-        ctx: RequestContext,
-        computed: int = 0,
-        end: int | None = None,
-        step: int | None = None,
-    ) -> Reach:
-        """Return how much of a prompt can be loaded."""
-
-    def prepare_store(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> StorePlan | None:
-        """Lease rows for the keys that are not in the primary."""
-
-    def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """End a store plan."""
-
-    def prepare_load(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> LoadPlan | None:
-        """Pin readable chunks."""
-
-    def complete_load(self, plan: LoadPlan, success: bool = True) -> None:
-        """End a load plan."""
-
-    @property
-    def wants_descriptions(self) -> bool:
-        """Return whether ``describe`` does anything."""
-
-    def describe(self, chunks: Sequence[ChunkBlocks]) -> None:
-        """Take what KV events say of chunks."""
-
-    def on_request_finished(self, ctx: RequestContext, output_tokens: int = 0) -> None:
-        """Record that the engine is done with a request, which has so many tokens of output."""
-
-    def record_request(
-        self,
-        arrival: float,
-        prompt_tokens: int,
-        tokens: int,
-        block_hashes: Sequence[Sequence[bytes]],
-        params: Mapping[str, object],
-    ) -> None:
-        """Record what a request was."""
-
-    def on_schedule_end(
-        self, prefill_tokens: int = 0, prefill_seconds: float = 0.0, prefill_position: float = 0.0
-    ) -> None:
-        """End the step."""
-
-    def take_lost_ranks(self) -> Collection[int]:
-        """Return the ranks that were lost since the last call, or earlier and have not rejoined."""
-
-    def has_pending_work(self) -> bool:
-        """Return whether the engine should keep stepping though it has no request."""
-
-    def reset_cache(self) -> None:
-        """Forget all chunks."""
-
-    def set_weights_version(self, version: str) -> None:
-        """Retire all KV of the weights so far."""
+__all__ = ["BlockHolder", "EngineRequest", "FreeQueue"]
 
 
 class EngineRequest(Protocol):

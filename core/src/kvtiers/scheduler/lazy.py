@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.scheduler.engine import EngineRequest, FreeQueue, OffloadManager
+from kvtiers.scheduler.engine import EngineRequest, FreeQueue
 from kvtiers.scheduler.geometry import Geometry
 from kvtiers.scheduler.options import SchedulerOptions
 from kvtiers.scheduler.request_state import RequestState
 from kvtiers.scheduler.stores import BlockIds, StoreChunk, Stores
 from kvtiers.scheduler.transfers import JobsInFlight
+from kvtiers.tiering.manager import TieringManager
 from kvtiers.types import RequestContext, StorePlan
 
 __all__ = ["LazyStores"]
@@ -36,7 +37,7 @@ class LazyStores(Stores):
 
     def __init__(
         self,
-        manager: OffloadManager,
+        manager: TieringManager,
         geometry: Geometry,
         jobs: JobsInFlight,
         options: SchedulerOptions,

@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtiers.api import OffloadKey
-from kvtiers.scheduler.engine import BlockHolder, EngineRequest, OffloadManager
+from kvtiers.scheduler.engine import BlockHolder, EngineRequest
 from kvtiers.scheduler.geometry import Geometry, in_prefix_order
 from kvtiers.scheduler.options import SchedulerOptions
 from kvtiers.scheduler.request_state import Hit, RequestState
 from kvtiers.scheduler.transfers import JobsInFlight, LoadOutcome
+from kvtiers.tiering.manager import TieringManager
 from kvtiers.types import PromptGroup, Reach
 
 __all__ = ["Loads"]
@@ -32,7 +33,7 @@ class Loads:
 
     def __init__(
         self,
-        manager: OffloadManager,
+        manager: TieringManager,
         geometry: Geometry,
         blocks: BlockHolder,
         jobs: JobsInFlight,

@@ -18,13 +18,14 @@ from collections.abc import Collection, Iterable, Iterator
 from kvtiers.api import ConfigError
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler.eager import EagerStores
-from kvtiers.scheduler.engine import BlockHolder, EngineRequest, FreeQueue, OffloadManager
+from kvtiers.scheduler.engine import BlockHolder, EngineRequest, FreeQueue
 from kvtiers.scheduler.geometry import Geometry
 from kvtiers.scheduler.lazy import LazyStores
 from kvtiers.scheduler.loads import Loads
 from kvtiers.scheduler.options import RequestLimits, SchedulerOptions
 from kvtiers.scheduler.request_state import RequestState
 from kvtiers.scheduler.transfers import JobsInFlight, LoadOutcome, StepTransfers
+from kvtiers.tiering.manager import TieringManager
 from kvtiers.types import OffloadPolicy, TransferResult
 
 __all__ = ["OffloadScheduler"]
@@ -40,7 +41,7 @@ class OffloadScheduler:
 
     def __init__(
         self,
-        manager: OffloadManager,
+        manager: TieringManager,
         layout: CacheLayout,
         blocks: BlockHolder,
         options: SchedulerOptions | None = None,

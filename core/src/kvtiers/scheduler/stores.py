@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.scheduler.engine import EngineRequest, OffloadManager
+from kvtiers.scheduler.engine import EngineRequest
 from kvtiers.scheduler.geometry import Geometry
 from kvtiers.scheduler.options import SchedulerOptions
 from kvtiers.scheduler.request_state import RequestState
 from kvtiers.scheduler.transfers import JobsInFlight
+from kvtiers.tiering.manager import TieringManager
 from kvtiers.types import StorePlan
 
 __all__ = ["BlockIds", "StoreChunk", "Stores"]
@@ -31,7 +32,7 @@ class Stores(ABC):
     """One store policy. Is notified of computed chunks; adds store jobs to the step."""
 
     def __init__(
-        self, manager: OffloadManager, geometry: Geometry, jobs: JobsInFlight, options: SchedulerOptions
+        self, manager: TieringManager, geometry: Geometry, jobs: JobsInFlight, options: SchedulerOptions
     ) -> None:
         self.manager = manager
         self.geometry = geometry
