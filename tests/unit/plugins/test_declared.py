@@ -19,8 +19,8 @@ def refusal(distributions, options: str, kind: str = "store") -> str:
 @pytest.mark.parametrize(
     "option",
     [
-        'host: str = Field("localhost", description="where the server runs")',
-        'host: str = "localhost"',
+        'name: str = Field("localhost", description="where the server runs")',
+        'name: str = "localhost"',
         'deadline: float = Field(3.0, description="seconds")',
         'deadline: Duration = Field(3.0, description="of a request")',
         'threads: str = "many"',
