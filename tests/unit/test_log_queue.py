@@ -94,6 +94,34 @@ def test_levels_and_filters_stay_what_they_are(handler, caplog):
     assert lines.lines == ["a line"]
 
 
+@pytest.mark.parametrize("logger", ["kvtiers", "kvtiers.tiering"])
+def test_filters_of_the_user_see_each_line_once_and_on_the_other_thread_alone(handler, logger):
+    lines, log = handler(), logging.getLogger(logger)
+    seen, threads = [], set()
+
+    def passes(record):
+        seen.append(record.getMessage())
+        threads.add(threading.current_thread().name)
+        if seen[-1] == "broken":
+            raise KeyError("request_id")
+        return seen[-1] != "secret"
+
+    log.addFilter(passes)
+    logs, more = queue_logs(), queue_logs()
+    try:
+        for text in ("one", "broken", "secret", "two"):
+            log.warning(text)
+        more.close(PATIENCE)
+        log.warning("three")
+    finally:
+        more.close(PATIENCE)
+        logs.close(PATIENCE)
+        log.removeFilter(passes)
+    assert seen == ["one", "broken", "secret", "two", "three"]
+    assert lines.lines == ["one", "two", "three"]
+    assert threading.current_thread().name not in threads
+
+
 def test_a_line_says_what_it_said_when_it_was_logged_and_keeps_nothing_alive(handler, caplog):
     logs = queue_logs()
     said = ["at once"]

@@ -1,9 +1,10 @@
 """A queue between kvtiers' loggers and the handlers that the user has configured.
 
 A handler may wait: for a pipe that is not read, a full disk, a slow journal. The engine's thread must not. So while an
-engine runs, a filter on each of kvtiers' loggers hands the record to a `logging.handlers.QueueHandler`. The thread of a
-`QueueListener` passes it to the same logger again, so that levels, filters, handlers and propagation stay what the user
-has configured. A bounded number of lines of bounded length waits; more are dropped, counted, and the count is logged.
+engine runs, the first filter on each of kvtiers' loggers hands the record to a `logging.handlers.QueueHandler`. The
+thread of a `QueueListener` passes it to the same logger again, so that levels, filters, handlers and propagation stay
+what the user has configured. A bounded number of lines of bounded length waits; more are dropped, counted, and the
+count is logged.
 
 The listener's thread polls a pipe for room before it calls the handler, and so holds no lock of the handler's or its
 stream's while the pipe is full: the process can end all the same.
@@ -131,7 +132,9 @@ class _LogQueue(logging.Filter):
                 self._listener = listener
             self._users += 1
             for name in LOGGERS:
-                logging.getLogger(name).addFilter(self)  # does nothing where it is there already
+                filters = logging.getLogger(name).filters
+                if self not in filters:
+                    filters.insert(0, self)  # the user's filters are run by the listener alone: they may wait or raise
 
     def leave(self, seconds: float) -> None:
         """Remove a user; after the last one, when no line waits, each thread handles its own lines again."""
