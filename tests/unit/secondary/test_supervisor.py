@@ -1,5 +1,6 @@
 """The thread that starts, watches and kills hosts; what comes of it all is in ``tests/integration/hosts``."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 
 import pytest
 
+from kvtiers._log_queue import queue_logs
 from kvtiers.secondary.supervisor import HostLauncher, HostProcess
 
 
@@ -22,11 +24,63 @@ def launcher(monkeypatch, kit):
     monkeypatch.setattr(HostLauncher, "_fork", fork)
     launcher = HostLauncher(0)
     yield launcher
+    hosts = list(launcher._hosts)
+    for host in hosts:
+        host.ending = True
     monkeypatch.undo()
     for process in processes:
         process.kill()
     launcher.close(0.0)
     kit.wait_until(lambda: not launcher._thread.is_alive(), "the thread's end")
+    for life in [life for host in hosts for life in host.lives]:
+        life.detach()
+
+
+@pytest.fixture
+def log_filter():
+    """Have the lines of hosts pass a filter of the user's."""
+    log, added = logging.getLogger("kvtiers.secondary"), []
+
+    def add(passes):
+        added.append(passes)
+        log.addFilter(passes)
+
+    yield add
+    for passes in added:
+        log.removeFilter(passes)
+
+
+def test_a_filter_of_the_user_that_raises_ends_no_thread(launcher, log_filter, kit, monkeypatch):
+    def passes(record):
+        return record.request_id  # of another library's records
+
+    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
+    log_filter(passes)
+    logs = queue_logs()
+    try:
+        host = HostProcess("filtered", lambda: b"")
+        launcher.start(host)
+        kit.wait_until(lambda: host.lives, "its first life")
+        life = host.lives.popleft()
+        life.process.kill()
+        kit.wait_until(lambda: host.lives, "its second life")
+        assert life.status == -9
+    finally:
+        logs.close(kit.PATIENCE)
+    life.connection.close()
+
+
+def test_a_host_has_been_reaped_before_that_is_logged(launcher, log_filter, kit):
+    host = HostProcess("reaped", lambda: b"")
+    launcher.start(host)
+    kit.wait_until(lambda: host.lives, "its first life")
+    life = host.lives.popleft()
+    statuses = []
+    log_filter(lambda _record: statuses.append(life.status))
+    life.process.kill()
+    kit.wait_until(lambda: statuses, "the line")
+    assert statuses == [-9]
+    life.connection.close()
 
 
 def test_a_host_held_by_the_kernel_is_killed_once_and_not_all_the_time(launcher, caplog, kit, monkeypatch):
@@ -52,5 +106,7 @@ def test_a_host_held_by_the_kernel_is_killed_once_and_not_all_the_time(launcher,
         assert looked.wait(kit.PATIENCE)
     assert len(kills) == 1
     assert caplog.messages == ["held: its host is killed: it hangs"]
+    life.kill_at["it did not end with the engine"] = 0.0
+    assert launcher._pause() is None, "there is nothing to do but to wait"
     assert life.status is None, "its rows are not free yet"
     life.connection.close()

@@ -169,7 +169,7 @@ class HostLauncher:
         """Return how long there is nothing to do but requests; None: for ever."""
         now = time.monotonic()
         due = [host.start_at for host in self._hosts if host.life is None and not host.ending]
-        for life in filter(None, [host.life for host in self._hosts]):
+        for life in [host.life for host in self._hosts if host.life and not host.life.being_killed]:
             due += [at for at in list(life.kill_at.values()) if at > now or at <= life.read_at]
         return max(0.0, min(due) - now) if due else None
 
@@ -248,10 +248,10 @@ class HostLauncher:
         status = life.process.wait()
         host.life = None
         self._back_off(host, time.monotonic() - life.started)
+        life.status = status  # from now on its rows may be leased again
         if not host.ending:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             _log.log(_level(host), "%s: its host ended (%s); a new one starts in %gs", host.name, how, host.delay)
-        life.status = status  # last: from now on its rows may be leased again
 
     @staticmethod
     def _back_off(host: HostProcess, lived: float) -> None:
