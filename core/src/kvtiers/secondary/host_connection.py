@@ -223,11 +223,11 @@ class HostConnection:
                 self.tier.take(report)
 
     def _log_line(self, level: int, text: str) -> None:
-        if level & SAY_ONCE:
-            if text in self._said_once:
-                return
-            self._said_once.append(text)
+        if level & SAY_ONCE and text in self._said_once:
+            return
         _log.log(level & ~SAY_ONCE, "%s", text)
+        if level & SAY_ONCE:
+            self._said_once.append(text)
 
     def _count_unasked(self) -> None:
         self._unasked += 1

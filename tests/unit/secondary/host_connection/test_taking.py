@@ -166,6 +166,18 @@ def test_what_is_to_be_said_once_is_logged_once_for_each_text_whichever_host_say
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
+def test_a_line_that_could_not_be_logged_has_not_been_said(ends, caplog, monkeypatch):
+    def log(*_arguments):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host_connection._log, "log", log)
+        with pytest.raises(OSError, match="no room"):
+            ends.link._log_line(logging.WARNING | SAY_ONCE, "a")
+    ends.link._log_line(logging.WARNING | SAY_ONCE, "a")
+    assert caplog.messages == ["a"]
+
+
 ABOUT_NOTHING = {
     "garbage": b"\xff" * 100,
     "a message of two gigabytes": (2**31).to_bytes(4, "little") + bytes(10),
