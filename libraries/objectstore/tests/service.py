@@ -144,7 +144,6 @@ def service(config: Any, value_bytes: int, rows: int, *, is_awaited: bool = Fals
     hosts = TierHosts(region, "bench", lambda: NAMES, is_awaited=is_awaited)
     tier = ChunkStoreTier(config, hosts.pool(config, load_tier(config.type)))
     try:
-        hosts.start()
         problem = tier.wait_open(60.0)
         assert not problem, problem
         yield Service(tier, config, np.frombuffer(mapping.view, np.uint8).reshape(rows, value_bytes))

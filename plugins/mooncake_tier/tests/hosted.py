@@ -124,7 +124,6 @@ def hosted(config: MooncakeConfig) -> Iterator[Hosted]:
     plugin = load_tier(config.type)
     tier = ChunkStoreTier(config, hosts.pool(config, plugin), when_full=plugin.when_full)
     try:
-        hosts.start()
         yield Hosted(tier, mapping.view, others)
     finally:
         tier.close()

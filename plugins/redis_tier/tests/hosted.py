@@ -89,7 +89,6 @@ def hosted(config: RedisConfig) -> Iterator[Hosted]:
     plugin = load_tier(config.type)
     tier = ChunkStoreTier(config, hosts.pool(config, plugin), when_full=plugin.when_full)
     try:
-        hosts.start()
         yield Hosted(tier)
     finally:
         tier.close()
