@@ -6,6 +6,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -114,6 +115,52 @@ def test_a_host_of_another_protocol_says_so_and_ends(host):
     assert process.wait(30) == 1
 
 
+def hello_8():
+    """Return the HELLO of an engine of format 8, whose frames are `u32 length | u16 tier | message`."""
+    tier = {
+        "name": "cache",
+        "options": {"type": "memory", "password": {"value": "s\u00e9same", "source": "config"}},
+        "namespace": "prod",
+        "prefix": "prod/m-0123456789abcdef01234567/",
+        "layout_id": "0001020304050607",
+        "sizes": [[4000, 4096], [100, 4096]],
+    }
+    region = {"map_bytes": 1 << 20, "nbytes": (1 << 20) - 4096, "row_stride": 4096}
+    fields = {"protocol": 8, "log_level": 30, "cpus": [0, 2], "region": region, "tiers": [tier]}
+    document = json.dumps(fields).encode()
+    message = b"\x92\x01\xda" + struct.pack(">H", len(document)) + document
+    return struct.pack("<IH", len(message), 0) + message
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        hello_8(),
+        wire.encode(Hello('{"protocol": 10, "tiers": []}')),
+        wire.encode(Close(5.0)),
+        b"\xff" * 64,
+    ],
+    ids=["another frame", "another shape", "another message", "no frame"],
+)
+def test_a_host_that_cannot_read_its_engines_hello_says_in_one_line_to_restart_the_engine(host, first):
+    process, ours = host()
+    ours.sendall(first)
+    [said] = messages(ours)
+    assert isinstance(said, Opened)
+    [line] = process.stderr.read().decode().splitlines()
+    assert line == f"no tier host: {said.error}"
+    assert line.startswith(f"no tier host: ProtocolError: kvtiers' files are of {__version__} now, and the engine")
+    assert line.endswith("they were replaced; restart the engine")
+    assert process.wait(30) == 1
+
+
+def test_a_hello_that_is_longer_than_what_is_read_at_once_is_read_whole(host):
+    process, ours = host()
+    ours.sendall(hello(longer="x" * (1 << 20)) + wire.encode(Close(5.0)))
+    assert process.wait(30) == 0
+    assert process.stderr.read() == b""
+
+
 def test_a_host_that_cannot_map_the_region_says_so_and_ends(host):
     process, ours = host()
     region = {"map_bytes": 1 << 62, "nbytes": 1 << 62, "row_stride": 4096}
@@ -142,7 +189,6 @@ def test_the_benchmarks_find_an_engines_hosts(start, faulty, monkeypatch):
 SEAL_FOR_EVER = """
 import mmap, sys
 from kvtiers.layout.seal import seal_value
-from kvtiers.plugins import load_tier
 value = memoryview(mmap.mmap(int(sys.argv[1]), 4096))
 while True:
     seal_value(value, 4000, "a/b", b"layout-1")

@@ -103,6 +103,8 @@ class TierHost:
         self._writer.start()
         while data := self._receive():
             reader.feed(data)
+            if self._pool is None:
+                self._begin(reader)
             for message in reader.messages(1 << 30):
                 self._take(wire.decode_request(message))
         os._exit(0)  # the engine is gone: nothing in flight matters any more
@@ -114,9 +116,6 @@ class TierHost:
             return b""
 
     def _take(self, message: Request) -> None:
-        if isinstance(message, Hello):
-            self._hello(json.loads(message.document))
-            return
         pool = self._pool
         assert pool is not None, "the HELLO comes first"
         match message:
@@ -135,22 +134,26 @@ class TierHost:
             case Close(seconds):
                 self._close(pool, seconds)
 
-    def _hello(self, hello: dict[str, Any]) -> None:
-        send_logs(hello["tier"]["name"], hello["log_level"], self._send_line)
+    def _begin(self, reader: FrameReader) -> None:
         with plugin_boundary() as setting_up:
+            hello = _read_hello(reader)
+            if hello is None:
+                return
             self._set_up(hello)
-        if setting_up.error:  # the engine's log has to say why there is no host
+        if setting_up.error:  # the engine's log has to say why there is no host, or stderr if it cannot read us
             _log.error("no tier host: %s", setting_up.error, extra={"once": True})
             self._emit(Opened(setting_up.error))
             self._writer.close(_LAST_WORDS_SECONDS)
             os._exit(1)
 
     def _set_up(self, hello: dict[str, Any]) -> None:
-        release = hello.get("release", "another release")
-        if release != __version__ or hello["protocol"] != wire.PROTOCOL_FORMAT:
+        if "tier" in hello:
+            send_logs(hello["tier"]["name"], hello["log_level"], self._send_line)
+        release, protocol = hello.get("release", "another release"), hello.get("protocol", "unknown")
+        if release != __version__ or protocol != wire.PROTOCOL_FORMAT:
             raise ProtocolError(
                 f"kvtiers' files are of {__version__} now, and the engine that runs is of {release} (protocol "
-                f"{hello['protocol']}, expected {wire.PROTOCOL_FORMAT}): they were replaced; restart the engine"
+                f"{protocol}, expected {wire.PROTOCOL_FORMAT}): they were replaced; restart the engine"
             )
         _use_processors(hello["cpus"])
         region = hello["region"]
@@ -238,6 +241,16 @@ class TierHost:
         pool.close(seconds)
         self._writer.close(_LAST_WORDS_SECONDS)
         os._exit(0)  # a thread that hangs in a store must not hold the process
+
+
+def _read_hello(reader: FrameReader) -> dict[str, Any] | None:
+    """Return what the first message says: None until it has come, nothing if it is of a protocol that is not ours."""
+    with contextlib.suppress(ProtocolError):
+        for message in reader.messages(1):
+            request = wire.decode_request(message)
+            return json.loads(request.document) if isinstance(request, Hello) else {}
+        return None
+    return {}
 
 
 def _opener(type_name: str, options: dict[str, Any], context: TierContext) -> Callable[[], ChunkStore]:
