@@ -51,3 +51,14 @@ def test_who_wants_results_alone_gets_them_from_the_stream(monkeypatch):
 
     monkeypatch.setattr(Streams, "__abstractmethods__", frozenset())
     assert Streams().get_finished_jobs() == [RESULT]
+
+
+def test_a_tier_without_a_stream_and_getters_is_an_error_and_no_recursion(monkeypatch):
+    class Neither(EventTier):
+        pass
+
+    monkeypatch.setattr(Neither, "__abstractmethods__", frozenset())
+    with pytest.raises(NotImplementedError):
+        list(Neither().poll())
+    with pytest.raises(NotImplementedError):
+        Neither().get_finished_jobs()
