@@ -2,7 +2,8 @@
 """The Compose example, run: replicas share through Valkey, Prometheus scrapes them, the end leaves no container.
 
 The tests check the files and run the parts; this starts the containers, so it needs what the example needs: a container
-engine, its images, and a GPU for each replica. FOLDER is the example or an adapted copy of it (model, sizes)::
+engine, its images, and a GPU for each replica. FOLDER is the example or an adapted copy of it (model, sizes), which
+builds its image from the wheels two folders above it, as the example does::
 
     tools/try_compose.py [--compose "docker compose"] [FOLDER]
 """
