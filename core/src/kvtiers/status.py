@@ -69,7 +69,7 @@ _TIER_SHAPE: dict[str, Any] = {
         _NUMBER,
     ),
     "left_out_requests": _NUMBER | None,  # only where there can be any
-    "retired": _NUMBER | None,  # not said by the first engines
+    "retired": _NUMBER | None,  # missing in the answer of an engine from before this field
 }  # fmt: skip
 _EVENTS_SHAPE: dict[str, Any] = {
     **dict.fromkeys(("endpoint", "error"), str),

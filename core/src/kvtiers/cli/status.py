@@ -163,12 +163,14 @@ def _trouble(tier: Mapping[str, Any], sentence: str) -> str:
 
 def state_of(tier: Mapping[str, Any]) -> str:
     """Return a word or two for the state of a tier, as its engine has answered."""
-    if tier["off"] or tier.get("retired"):
-        return "off" if tier["off"] else "retired"
-    if tier["switch"] != "on":
-        return f"{tier['switch']} (ctl)"
-    if not tier["open"]:
-        return "not open"
+    unusable = {
+        "off": tier["off"],
+        "retired": tier.get("retired"),
+        f"{tier['switch']} (ctl)": tier["switch"] != "on",
+        "not open": not tier["open"],
+    }
+    if word := next((word for word, holds in unusable.items() if holds), ""):
+        return word
     if tier["breaker_state"]:
         return _BREAKER.get(int(tier["breaker_state"]), "?")
     if _is_silent(tier):
