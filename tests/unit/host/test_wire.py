@@ -29,7 +29,7 @@ from kvtiers.host.messages import (
 )
 from kvtiers.host.wire import FrameReader, ProtocolError, decode_report, decode_request
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-9.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-10.json").read_text(encoding="utf-8"))
 
 u64 = st.integers(0, 2**64 - 1)
 rows = st.integers(-(2**31), 2**31 - 1)
@@ -38,15 +38,16 @@ keys = st.lists(st.binary(min_size=1, max_size=70), max_size=20)
 jobs = st.builds(
     lambda job_id, kind, triples: StoreJob(
         job_id,
-        kind == "load",
+        kind in {"load", "keeps"},
         [key for key, _, _ in triples],
         [row for _, row, _ in triples] if kind != "delete" else [],
         bytes(over for _, _, over in triples) if kind == "overwrites" else b"",
         kind == "delete",
         [[(row % 7, 1 + row % 5)] * (row % 3) for _, row, _ in triples] if kind == "parts" else [],
+        kind == "keeps",
     ),
     u64,
-    st.sampled_from(["load", "store", "overwrites", "delete", "parts"]),
+    st.sampled_from(["load", "store", "overwrites", "delete", "parts", "keeps"]),
     st.lists(st.tuples(st.binary(min_size=1, max_size=70), rows, st.booleans()), max_size=20),
 )
 requests = st.one_of(
@@ -91,7 +92,7 @@ def decode(message):
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
 def test_messages_of_this_format_never_change(case):
-    assert wire.PROTOCOL_FORMAT == 9, "another format needs a golden file of its own, in place of this"
+    assert wire.PROTOCOL_FORMAT == 10, "another format needs a golden file of its own, in place of this"
     message = message_of(case)
     assert wire.encode(message).hex() == case["frame"]
     reader = FrameReader()

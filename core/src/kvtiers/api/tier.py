@@ -49,6 +49,9 @@ class TransferJob:
 
     ``parts``: of a client's job for a ``ChunkStore``, where a value lies in the client's region instead of its row: an
     offset and a length in bytes for each part. No other tier is given any.
+
+    ``keep_damaged``: of a promotion, a value that fails its check is not deleted from the store: the tier is read-only,
+    by its config or since an operator has switched it.
     """
 
     job_id: int
@@ -57,6 +60,7 @@ class TransferJob:
     is_promotion: bool
     context: TierRequest
     parts: Sequence[Sequence[tuple[int, int]]] = ()
+    keep_damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class StoreJob(Message, tag=3, frozen=True):
     ``overwrites``: of a store, one byte a key; 1: written whatever is there, since what seemed to be there was not
     given. Empty for none. ``is_delete``: there are no rows, and DONE means that the value is not there any more.
     ``parts``: of a client's job, where each value lies in the client's region; one without parts lies in its row.
-    Empty where all values do.
+    Empty where all values do. ``keep_damaged``: of a load, a value that fails its check stays in the store.
     """
 
     job_id: Id
@@ -109,6 +109,7 @@ class StoreJob(Message, tag=3, frozen=True):
     overwrites: bytes = b""
     is_delete: bool = False
     parts: Sequence[Parts] = msgspec.field(default_factory=list)
+    keep_damaged: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a job whose fields contradict each other."""

@@ -417,7 +417,8 @@ class ValueMover:
         """Check a value that was read, and copy a good one into its row, if it was read beside it."""
         if read.nbytes != value.nbytes:
             return self._missing(value.name)
-        status = self._judged(self._seal.check(value.name, own, value.payload, read.hashed), value.name)
+        verdict = self._seal.check(value.name, own, value.payload, read.hashed)
+        status = self._judged(verdict, value.name, keeps=self._options.read_only or run.keep_damaged)
         self._worked(value.payload)
         if status is Status.DONE and not run.fence.land(value.row, lambda: views.land(value.row, value.payload)):
             return Status.FAILED
@@ -471,11 +472,11 @@ class ValueMover:
             turn.nbytes = 0
             self._options.give_way()
 
-    def _judged(self, verdict: SealVerdict, name: ValueName) -> Status:
-        """Return the status of a value with this verdict. One that is damaged is deleted."""
+    def _judged(self, verdict: SealVerdict, name: ValueName, *, keeps: bool) -> Status:
+        """Return the status of a value with this verdict. One that is damaged is deleted, unless ``keeps`` says no."""
         if verdict is SealVerdict.OK:
             return Status.DONE
-        if verdict is SealVerdict.CORRUPT and not self._options.read_only:
+        if verdict is SealVerdict.CORRUPT and not keeps:
             self._delete([name.text])  # else it would be found, and fail, for ever
         missing = self._missing(name)
         return Status.CORRUPT if verdict is SealVerdict.CORRUPT else missing

@@ -345,6 +345,7 @@ class TransferPool:
             job.fence,
             job.job.overwrites[wanted],
             job.job.parts[wanted],
+            job.job.keep_damaged,
         )
         # Neither sys.exit() in a store nor a bug of ours may lose a result.
         with logged_boundary(_log, "%s: job %d", self._label, job.job.job_id, exits=True) as moving:

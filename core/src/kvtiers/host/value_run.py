@@ -29,6 +29,8 @@ class ValueRun:
     overwrites: bytes = b""
     """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
     parts: Sequence[Parts] = ()
+    keep_damaged: bool = False
+    """Of a load: a value that fails its check stays in the store."""
 
     def is_over(self) -> bool:
         """Return whether nothing more of it is to be begun."""

@@ -22,7 +22,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_FORMAT = 9
+PROTOCOL_FORMAT = 10
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_REPORT_BYTES = 2**20  # of a host: a byte for each chunk of a job or a question, figures, a log line
 

@@ -234,7 +234,8 @@ class InflightJob:
         if count < len(keys):
             keys, overwrites = keys[start:end], overwrites[start:end]
         rows, parts = job.chunk_ids[start:end].tolist(), job.parts[start:end]
-        return StoreJob(job.job_id, job.is_promotion, keys, rows, overwrites, self.is_delete, parts)
+        is_load, keeps = job.is_promotion, job.keep_damaged
+        return StoreJob(job.job_id, is_load, keys, rows, overwrites, self.is_delete, parts, keeps)
 
     def take_statuses(self, part: "JobPart", statuses: bytes) -> None:
         """Record what has become of a part's values, as far as it is known."""

@@ -147,7 +147,9 @@ class JobTable:
             # Copies: a tier that changes its lists must not change ours.
             some_keys = tuple(keys[start : start + self._job_rows])
             chunk_ids = memoryview(array("i", some_rows))
-            job = TransferJob(self.ledger.next_id(), some_keys, chunk_ids, promotion, state.context)
+            job = TransferJob(
+                self.ledger.next_id(), some_keys, chunk_ids, promotion, state.context, keep_damaged=slot.read_only
+            )
             ticket = slot.rate.begins(now) if promotion else 0
             own = reserved if len(some_rows) == len(rows) else reserved.split(len(some_rows))
             some = positions[start : start + self._job_rows]

@@ -229,7 +229,7 @@ class SealedTier(EventTier):
         layout_id = self._names.layout_id
         keys = [layout_id + key for key in job.keys]
         rows = memoryview(job.chunk_ids)  # one of its own: the tier may release it, as by ``with``
-        inner = TransferJob(job.job_id, keys, rows, job.is_promotion, job.context)
+        inner = TransferJob(job.job_id, keys, rows, job.is_promotion, job.context, keep_damaged=job.keep_damaged)
         taken = self._jobs[job.job_id] = SealedJob(job, inner, self._names)
         if self._breaker.state is BreakerState.PROBING and self._probing_with is None:
             self._probing_with = job.job_id
