@@ -1,4 +1,4 @@
-"""A tier that an operator switches to read-only while it serves: nothing in its store is deleted, not even a damaged value."""
+"""A tier that an operator switches to read-only while it serves: nothing is deleted from its store."""
 
 import pytest
 
