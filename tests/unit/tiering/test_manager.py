@@ -516,6 +516,75 @@ def test_an_idle_engine_makes_one_step_when_a_tier_is_in_another_condition_so_th
     assert not bench.manager.has_pending_work()
 
 
+@pytest.fixture
+def full():
+    """An engine that has become idle, whose tier has not taken the last of what it was given."""
+    bench = Bench(tiers={"a": {}}, options=WIDE, hold=True)
+    tier, bench.full_since = bench.tier["a"], bench.clock()
+    tier.stats = lambda: {"full": 1, "not_taken_seconds": bench.clock() - bench.full_since}
+    bench.end = lambda landed: (tier.end(next(iter(tier.held)), landed), bench.settle())
+    bench.woken = []
+    bench.manager.commands.wake = lambda: bench.woken.append(bench.clock())
+    bench.manager.complete_store(bench.begin_store(KEYS[:3]))
+    bench.end(KEYS[:2])
+    return bench
+
+
+def tend_for(bench, seconds):
+    """Let so many seconds pass, in each of which an idle engine is tended; it makes the steps that it is woken for."""
+    for _ in range(seconds):
+        bench.clock.now += 1.0
+        bench.manager.tend()
+        while len(bench.woken) > bench.manager.steps - bench.first_step:
+            bench.step()
+
+
+def offered(bench):
+    return [list(job.keys) for job in bench.tier["a"].stores[1:]]
+
+
+def test_an_idle_engine_offers_a_full_tier_every_half_minute_what_it_did_not_take_until_it_does(full):
+    full.first_step = full.manager.steps
+    tend_for(full, 29)
+    assert offered(full) == []
+    tend_for(full, 2)
+    assert offered(full) == [KEYS[2:3]]
+    assert full.manager.has_pending_work(), "the engine steps until it has ended"
+    full.full_since = full.clock()
+    full.end([])
+    full.first_step, full.woken[:] = full.manager.steps, []
+    tend_for(full, 28)
+    assert len(offered(full)) == 1
+    tend_for(full, 4)
+    assert offered(full) == [KEYS[2:3]] * 2
+    full.end(KEYS[2:3])
+    assert full.tier["a"].has(KEYS[:3]) == [True] * 3
+    full.first_step, full.woken[:] = full.manager.steps, []
+    tend_for(full, 100)
+    assert len(offered(full)) == 2, "it was taken: whether there is room is known"
+    assert not full.manager.has_pending_work()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bench: bench.manager.reset_cache(),
+        lambda bench: setattr(bench.tier["a"], "available", False),
+        lambda bench: bench.manager.tier_commands.switch("a", "read-only"),
+        lambda bench: bench.manager.tier_commands.switch("a", "off"),
+        lambda bench: setattr(bench.tier["a"], "stats", dict),
+    ],
+    ids=["no longer resident", "out of use", "read-only", "switched off", "not full"],
+)
+def test_nothing_is_offered_to_a_tier_that_takes_no_stores_or_is_not_full_or_what_has_left_the_primary(full, change):
+    change(full)
+    full.settle()
+    full.first_step, full.woken[:] = full.manager.steps, []
+    tend_for(full, 100)
+    assert offered(full) == []
+    assert len(full.woken) <= 2
+
+
 def test_a_tier_that_cannot_be_tended_is_not_called_by_another_thread(idle):
     bench, _ = idle
     tier = bench.tier["a"]

@@ -134,9 +134,9 @@ class DropWatch:
 
     @property
     def holds(self) -> bool:
-        """Return whether it does not take values, as far as is known: it is not asked while there is nothing to store.
+        """Return whether it does not take values, as far as is known. From any thread.
 
-        So an idle engine is not in trouble for ever: what was so five minutes ago may be over. From any thread.
+        What was so five minutes ago may be over: an idle engine may have nothing left to offer it.
         """
         return self._is_said and self.seconds < _KNOWN_SECONDS
 

@@ -220,6 +220,8 @@ class Cascades:
             wanted.forget()
 
     def _note_stored(self, slot: TierSlot, keys: Sequence[OffloadKey], failed: Sequence[OffloadKey]) -> None:
+        if failed:
+            slot.not_stored = failed[-1]
         if slot in self._late:
             self._primary.mark_clean(keys)
         elif failed and slot in self._second:

@@ -534,11 +534,22 @@ class TieringManager:
     def _tend(self) -> None:
         if self._closed:
             return
+        now = self._clock()
         for slot in self._slots:
-            slot.tend(self._clock())
+            slot.tend(now)
+        if not self._commanded and any(slot.may_have_room(now) for slot in self._slots):
+            self.commands.post(Command(self._offer_again))
         conditions, self._conditions = self._conditions, [slot.condition() for slot in self._slots]
         if conditions and conditions != self._conditions:
             self.commands.post(Command(dict))  # an empty step: vLLM publishes figures in its steps alone
+
+    def _offer_again(self) -> dict[str, Any]:
+        """Offer each tier the last chunk that it did not store: so an idle engine notices that a full one has room."""
+        now = self._clock()
+        for slot in self._slots:
+            if slot.may_have_room(now):
+                self._cascades.hand_on(slot, slot.take_not_stored(now))
+        return {}
 
     def _retain(self, state: RequestState, retention: Retention) -> None:
         if retention.priority == "low":

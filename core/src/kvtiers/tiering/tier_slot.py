@@ -28,6 +28,7 @@ _HIT = LookupResult.HIT
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LOOK_SECONDS = 1.0
+_OFFER_SECONDS = 30.0  # how often a tier of an idle engine is offered again what it has not taken
 _KNOWN_SECONDS = 300.0  # so long ago something may have come too late for its tier to be called too slow
 _LOOKS = 3  # in a row: the first request after a start, or after a pause, says nothing
 _LEAST_LATE = 8  # an answer that does not come counts once for its request, a load once a chunk
@@ -68,6 +69,9 @@ class TierSlot:
         self.rate = LoadRate()
         self.reserved_chunks = 0
         """Chunks for which a row was reserved so far, for this tier to fill."""
+        self.not_stored: OffloadKey | None = None
+        """The last chunk that the tier was given and did not store, until it is offered again."""
+        self._offered_at = -math.inf
         self._tried_at = -math.inf
         self._trials = 0
         self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
@@ -183,6 +187,16 @@ class TierSlot:
             return ()
         own = self._figures()
         return self.available(), own.get("full", 0), own.get("refusing", 0), self.metrics.too_slow
+
+    def may_have_room(self, now: float) -> bool:
+        """Return whether the tier is full or refuses some values, by what it said a while ago, and may be asked."""
+        since = self._figures().get("not_taken_seconds", 0.0) if self.not_stored is not None else 0.0
+        return min(since, now - self._offered_at) >= _OFFER_SECONDS
+
+    def take_not_stored(self, now: float) -> Sequence[OffloadKey]:
+        """Return the chunk that is to be offered to the tier again, if there is one."""
+        key, self.not_stored, self._offered_at = self.not_stored, None, now
+        return [] if key is None else [key]
 
     def watch_speed(self, now: float) -> None:
         """Log when the tier becomes too slow, and when it is fast enough again."""
