@@ -64,12 +64,37 @@ def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any
     }[mode]
 
 
+GAINS = {"out_proj": 0.3, "o_proj": 10.0, "down_proj": 0.2}
+"""How much larger a layer's output is than its input; 1 where none is named."""
+
+
+def spread(model: Any) -> None:
+    """Make random weights as large as trained ones, so that tokens depend on all KV and on the states.
+
+    vLLM's are within .001: there the last token alone decides the next, and a state forgets in ten tokens, with these
+    in some hundred.
+    """
+    for name, weight in model.named_parameters():
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        if layer == "dt_bias":
+            weight.data.fill_(-7.0)
+        elif layer == "A_log":
+            weight.data.fill_(0.0)
+        elif name.endswith("linear_attn.norm.weight"):
+            weight.data.fill_(1.0)
+        elif weight.dim() > 1:
+            deviation = 0.3 if layer == "embed_tokens" else GAINS.get(layer, 1.0) * weight.shape[-1] ** -0.5
+            weight.data.mul_(deviation / (0.001 * 3**-0.5))
+
+
 class Engine:
     """A `vllm.LLM` and a clock. Prompts come from a seed, so that another process asks the same ones."""
 
     def __init__(self, model: str, mode: str, store: str, *, most_tokens: int) -> None:
         os.environ["PYTHONHASHSEED"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `spread` is sent to the engine's process
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # kernels chosen once: the same rounding in all engines
         os.environ.update(LMCACHE_LOCAL_CPU="True", LMCACHE_MAX_LOCAL_CPU_SIZE=os.environ.get("PRIM", "24"))
         load_libraries()
         from vllm import LLM, SamplingParams
@@ -89,6 +114,11 @@ class Engine:
             }  # fmt: skip
         if gib := os.environ.get("GPU_GIB"):
             more["kv_cache_memory_bytes"] = int(float(gib) * GIB)
+        has_states = "linear_key_head_dim" in json.loads((Path(model) / "config.json").read_text())
+        if has_states:  # FlashInfer's kernels, the default on an H100 or H200, are compiled for minutes
+            more["additional_config"] = {"gdn_prefill_backend": "triton"}
+        if (drafts := int(os.environ.get("MTP", "0"))) > 0:
+            more["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
         self.llm = LLM(
             model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", **more,
             max_model_len=most_tokens + 64, gpu_memory_utilization=0.6, max_num_batched_tokens=8192,
@@ -96,6 +126,8 @@ class Engine:
             tensor_parallel_size=int(os.environ.get("RANKS", "1")), disable_custom_all_reduce=True,
         )  # fmt: skip
         self.start_seconds = time.perf_counter() - begun
+        if has_states:
+            self.llm.apply_model(spread)
 
     @staticmethod
     def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
@@ -147,6 +179,33 @@ def one_by_one(engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 # -- scenes
+
+
+def check(engine: Engine) -> dict[str, Any]:
+    """Ask short prompts that differ only far from their ends: their tokens differ if KV and states matter.
+
+    Then one of 16k tokens, so that what comes next finds all kernels compiled.
+    """
+    (end,) = engine.prompts(998, 1, 250)
+    begun = time.perf_counter()
+    found = engine.ask([head + end for head in engine.prompts(997, 16, 1_800)])
+    engine.ask(engine.prompts(996, 1, 16_384))
+    different = len({str(answer) for answer in found["tokens"]})
+    return {**found, "different": different, "all_s": round(time.perf_counter() - begun, 2)}
+
+
+def tokens(engine: Engine) -> dict[str, Any]:
+    """Ask four prompts of 3k tokens, 32 answers each, cold and from the tiers; in another process: from the store."""
+    prompts = engine.prompts(61, 4, 3_000)
+    first = [engine.ask([prompt], 32) for prompt in prompts]
+    time.sleep(float(os.environ.get("SETTLE", "5")))
+    engine.forget()
+    again = [engine.ask([prompt], 32) for prompt in prompts]
+    return {
+        "s": [one["s"] for one in first], "tokens": [one["tokens"] for one in first],
+        "cached": [one["cached"] for one in first], "again_s": [one["s"] for one in again],
+        "again_tokens": [one["tokens"] for one in again], "cached_again": [one["cached"] for one in again],
+    }  # fmt: skip
 
 
 def warm_up(engine: Engine) -> dict[str, Any]:
@@ -213,13 +272,16 @@ def processor_ticks() -> int:
 
 
 def burst(engine: Engine) -> dict[str, Any]:
-    """Ask 24 prompts of 8k tokens at once: cold, from the GPU's own cache, three times from the primary."""
+    """Ask 24 prompts of 8k tokens at once: cold, from the GPU's own cache, three times from the primary.
+
+    With no connector they are computed once more: whether tokens are the same in steps of other sizes.
+    """
     prompts = engine.prompts(24, 24, 8_192)
     cold = engine.ask(prompts)
     time.sleep(float(os.environ.get("SETTLE", "12")))
     gpu_hit = engine.ask(prompts)["s"]
     again = []
-    for _ in range(3):
+    for _ in range(1 if engine.mode == "none" else 3):
         engine.forget()
         again.append(engine.ask(prompts))
     return {"cold": cold, "gpu_hit_s": gpu_hit, "primary_s": [one["s"] for one in again],
@@ -422,7 +484,7 @@ def resume(engine: Engine) -> dict[str, Any]:
 SCENES = {
     scene.__name__: scene
     for scene in (
-        *(warm_up, startup, beside_stores, primary, long, burst),
+        *(check, tokens, warm_up, startup, beside_stores, primary, long, burst),
         *(fill, fill_store, restart, store, throughput, mixed, chat, resume),
     )
 }

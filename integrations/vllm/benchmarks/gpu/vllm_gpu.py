@@ -10,6 +10,7 @@ measured here; those of the burst, the restart and the store are fixed seconds, 
     python vllm_gpu.py --model FOLDER --quick         the scenes that have goals, some 8 minutes
     python vllm_gpu.py --model FOLDER --chat          48 conversations, closed loop, some 10 minutes
     python vllm_gpu.py --model FOLDER --windows       FOLDER is `gemma-3-shape/`: some 9 minutes
+    python vllm_gpu.py --model FOLDER --states        FOLDER is `qwen-3.5-shape/`: some 8 minutes
     python vllm_gpu.py --page RESULTS.json out.html   the page with plots of earlier runs
     python vllm_gpu.py --figure RESULTS.json out.svg  README's figure, of the restarts in the file's first call
 
@@ -48,7 +49,8 @@ class Run(NamedTuple):
 
     ``disk``: its store is on the disk of the temporary folder. ``tier``, ``stack``: more options of kvtiers' fs tier
     and of the whole stack, as JSON. ``gpu_gib``: what the GPU's own cache holds, where it is not most of the GPU;
-    decode steps are captured then.
+    decode steps are captured then. ``mtp``: tokens that the model's own MTP layer drafts in a step.
+    ``other``: with the build of kvtiers in the folder that ``--against`` names.
     """
 
     mode: str
@@ -59,6 +61,8 @@ class Run(NamedTuple):
     tier: str = "{}"
     stack: str = "{}"
     gpu_gib: int = 0
+    mtp: int = 0
+    other: bool = False
 
 
 WARM_UP = Run("none", "warm_up")
@@ -121,6 +125,24 @@ WINDOWS = [
     Run("tiering_fs", "store", store="theirs"),
 ]
 """``store`` of no connector: the same lone prompts, computed."""
+STATES = [
+    Run("none", "check,tokens,burst,store", 1),
+    Run("stack_fs", "check,tokens,burst,fill", store="ours"),
+    Run("stack_fs", "restart,store,tokens", store="ours"),
+    Run("tiering_fs", "check,tokens,burst,fill", store="theirs"),
+    Run("tiering_fs", "restart,store,tokens", store="theirs"),
+    Run("none", "check,tokens,burst", 1, mtp=2),
+    Run("stack_fs", "check,tokens,burst", store="ours-mtp", mtp=2),
+    Run("stack_fs", "restart,tokens", store="ours-mtp", mtp=2),
+    Run("tiering_fs", "check,tokens,burst", store="theirs-mtp", mtp=2),
+    Run("stack_fs", "restart,store,tokens", store="ours"),
+]
+"""The last one: the restart once more; its store is kept until then."""
+PAIRS = [
+    Run("stack_fs", "fill", store="ours"),
+    *(3 * [Run("stack_fs", "restart,store", store="ours", other=other) for other in (False, True)]),
+]
+"""Two builds of kvtiers in turns, over the same store."""
 CHAT = [
     Run("none", "chat", 1, gpu_gib=64),
     Run("stack_fs", "chat", 20, store="ours", gpu_gib=26),
@@ -132,6 +154,11 @@ CHAT = [
     Run("cpu", "chat", 48, gpu_gib=26),
 ]
 """The first engine's GPU holds all conversations: the line to reach. A store and its primary take 75 GiB of memory."""
+LISTS = {
+    "restarts": RESTARTS, "windows": WINDOWS, "states": STATES, "chat": CHAT, "throughputs": THROUGHPUTS,
+    "quick": QUICK, "against": PAIRS,
+}  # fmt: skip
+"""By the option that asks for it."""
 
 
 def link_gb_s() -> float:
@@ -163,17 +190,21 @@ def place(run: Run, stores: Path) -> Path:
     return root / (run.store or f"{run.mode}-alone")
 
 
-def play(run: Run, model: str, stores: Path, seconds: float, logs: Path | None = None) -> list[dict[str, Any]]:
+def play(run: Run, options: argparse.Namespace, stores: Path, seconds: float) -> list[dict[str, Any]]:
     """Run one engine to its end; return what it printed, and what went wrong as a scene ``error``."""
+    model, logs = options.model, options.logs
     folder = place(run, stores)
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FOLDER / "engine_run.py"), model, run.mode, str(folder), run.scenes]
-    gpu = {"GPU_GIB": str(run.gpu_gib), "GRAPHS": "1"} if run.gpu_gib else {}
+    more = {"GPU_GIB": str(run.gpu_gib), "GRAPHS": "1"} if run.gpu_gib else {}
+    more["MTP"] = str(run.mtp)
+    if run.other:
+        more["PYTHONPATH"] = os.pathsep.join([options.against, os.environ.get("PYTHONPATH", "")])
     begun = time.perf_counter()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={"TIER": run.tier, "STACK": run.stack, **os.environ, "PRIM": str(run.primary), **gpu},
+            env={"TIER": run.tier, "STACK": run.stack, **os.environ, "PRIM": str(run.primary), **more},
         )  # fmt: skip
         try:
             process.wait(seconds)
@@ -190,13 +221,18 @@ def play(run: Run, model: str, stores: Path, seconds: float, logs: Path | None =
         one |= {
             "primary_gib": run.primary,
             "gpu_gib": run.gpu_gib,
+            "mtp": run.mtp,
+            "other": run.other,
             "disk": run.disk,
             "slow": run.tier == SLOW,
             "always": run.stack == ALWAYS,
         }
     if process.returncode:
         said = [line for line in lines if "Error" in line][-3:]
-        found.append({"mode": run.mode, "scene": "error", "of": run.scenes, "status": process.returncode, "said": said})
+        found.append({
+            "mode": run.mode, "scene": "error", "of": run.scenes, "mtp": run.mtp, "status": process.returncode,
+            "said": said, "end": lines[-40:],
+        })  # fmt: skip
     print(f"{run.mode} {run.scenes}: {time.perf_counter() - begun:.0f} s", *[short(one) for one in found], sep="\n  ")
     sys.stdout.flush()
     return found
@@ -207,7 +243,7 @@ def short(found: dict[str, Any]) -> str:
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: clean(item) for key, item in value.items() if key != "tokens"}
+            return {key: clean(item) for key, item in value.items() if not key.endswith("tokens")}
         return value
 
     return json.dumps(clean(found))[:400]
@@ -223,14 +259,14 @@ def pick(
     for one in results:
         if (one["mode"], one["scene"]) != (mode, scene) or primary not in {None, one["primary_gib"]}:
             continue
-        if one["slow"] == slow and not (one["disk"] or one["always"]):
+        if one["slow"] == slow and not (one["disk"] or one["always"] or one.get("mtp")):
             return one
     return None
 
 
 def restarts(results: list[dict[str, Any]], mode: str) -> list[tuple[float, float]]:
     """Return the seconds of each restart's burst, and the share of its tokens that hit."""
-    found = [one for one in results if (one["mode"], one["scene"]) == (mode, "restart")]
+    found = [one for one in results if (one["mode"], one["scene"]) == (mode, "restart") and not one.get("mtp")]
     bursts = [one["burst"] for one in found if not (one["always"] or one["disk"] or one["slow"])]
     return [(burst["s"], burst["cached"] / burst["of"]) for burst in bursts]
 
@@ -293,13 +329,20 @@ def same_tokens(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for way in ("cold", "gpu_hit", "primary"):
                 if one["scene"] == "primary" and tokens in one:
                     answers.setdefault(tokens, set()).add(json.dumps(one[tokens][way]["tokens"]))
+        mtp = " with MTP" if one.get("mtp") else ""
         if one["scene"] == "burst":
-            answers.setdefault("burst", set()).add(json.dumps(one["cold"]["tokens"]))
+            answers.setdefault("burst" + mtp, set()).add(json.dumps(one["cold"]["tokens"]))
         if one["scene"] == "restart":
-            answers.setdefault("burst", set()).update(json.dumps(one[key]["tokens"]) for key in ("burst", "again"))
+            found = {json.dumps(one[key]["tokens"]) for key in ("burst", "again")}
+            answers.setdefault("burst" + mtp, set()).update(found)
+        if one["scene"] == "tokens":
+            found = {json.dumps(one[key]) for key in ("tokens", "again_tokens")}
+            answers.setdefault("32 answers" + mtp, set()).update(found)
+        if one["scene"] in {"fill", "store"}:
+            answers.setdefault("lone 16k" + mtp, set()).add(json.dumps(one["tokens"][:6]))
     if not answers:
         return []
-    different = sum(len(found) - 1 for found in answers.values())
+    different = sum(len(kinds) - 1 for kinds in answers.values())
     return [{"name": "sets of greedy tokens that differ", "value": different, "goal": 0, "met": different == 0}]
 
 
@@ -331,6 +374,8 @@ def named(one: dict[str, Any]) -> str:
     """Return what a result is called in a chart."""
     special = {"disk": ", disk", "slow": ", 1 GB/s", "always": ", always load"}
     said = "".join(text for key, text in special.items() if one.get(key))
+    said += ", MTP" if one.get("mtp") else ""
+    said += ", other build" if one.get("other") else ""
     if one.get("gpu_gib"):
         said += f", GPU {one['gpu_gib']} GiB"
     return f"{LABELS[one['mode']]}, {one.get('primary_gib', '?')} GiB{said}"
@@ -449,6 +494,25 @@ def draw(options: argparse.Namespace) -> None:
         out.write_text(page([run for path in files for run in runs_in(path)]), encoding="utf-8")
 
 
+def play_all(runs: list[Run], options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Run one engine after the other, within the budget, and write what is found after each."""
+    stores = Path(tempfile.mkdtemp(prefix="kvtiers-bench-", dir=options.stores))
+    end = time.monotonic() + 60 * options.budget
+    try:
+        for number, run in enumerate(runs):
+            left = end - time.monotonic()
+            if left < 0:
+                break
+            found["results"] += play(run, options, stores, min(60 * options.minutes, left + 30))
+            if run.store not in {later.store for later in runs[number + 1 :]}:  # two of 60 GiB do not fit into memory
+                shutil.rmtree(place(run, stores), ignore_errors=True)
+            found["goals"] = goals(found["results"], found["link_gb_s"])
+            Path(options.json).write_text(json.dumps(found), encoding="utf-8")
+    finally:
+        for root in (stores, Path(tempfile.gettempdir()) / stores.name):
+            shutil.rmtree(root, ignore_errors=True)
+
+
 def main() -> None:
     """Run the engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -458,6 +522,8 @@ def main() -> None:
     parser.add_argument(
         "--windows", action="store_true", help="a model with sliding windows: burst, restart, lone prompts"
     )
+    parser.add_argument("--states", action="store_true", help="a model that keeps states, the same scenes, and MTP")
+    parser.add_argument("--against", metavar="FOLDER", help="another build of kvtiers: restarts of both in turns")
     parser.add_argument("--chat", action="store_true", help="conversations in a closed loop, and after a restart")
     parser.add_argument("--throughputs", action="store_true", help="no-hit throughput of four engines in turns")
     parser.add_argument("--only", default="", help="runs by number, as 0,2,5: a part of the quick or the full list")
@@ -465,6 +531,7 @@ def main() -> None:
     parser.add_argument("--stores", default="/dev/shm", help="where stores are made (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", default="vllm_gpu.json", help="results (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=5.0, help="most minutes of one engine (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="minutes after which no further engine is begun")
     parser.add_argument("--logs", type=Path, help="folder for the log of each engine")
     parser.add_argument(
         "--page", nargs="+", metavar="FILE", help="make a page of earlier runs' results; the last: its name"
@@ -476,8 +543,7 @@ def main() -> None:
         return
     if not options.model:
         parser.error("--model is needed")
-    chosen = {"restarts": RESTARTS, "windows": WINDOWS, "chat": CHAT, "throughputs": THROUGHPUTS, "quick": QUICK}
-    runs = next((listed for name, listed in chosen.items() if getattr(options, name)), FULL)
+    runs = next((listed for name, listed in LISTS.items() if getattr(options, name)), FULL)
     if options.only:
         runs = [runs[int(number)] for number in options.only.split(",")]
     if not options.warm:
@@ -485,17 +551,7 @@ def main() -> None:
     found: dict[str, Any] = {"machine": machine(), "link_gb_s": link_gb_s(), "results": [], "goals": []}
     if options.logs is not None:
         options.logs.mkdir(parents=True, exist_ok=True)
-    stores = Path(tempfile.mkdtemp(prefix="kvtiers-bench-", dir=options.stores))
-    try:
-        for number, run in enumerate(runs):
-            found["results"] += play(run, options.model, stores, 60 * options.minutes, options.logs)
-            if run.store not in {later.store for later in runs[number + 1 :]}:  # two of 60 GiB do not fit into memory
-                shutil.rmtree(place(run, stores), ignore_errors=True)
-            found["goals"] = goals(found["results"], found["link_gb_s"])
-            Path(options.json).write_text(json.dumps(found), encoding="utf-8")
-    finally:
-        for root in (stores, Path(tempfile.gettempdir()) / stores.name):
-            shutil.rmtree(root, ignore_errors=True)
+    play_all(runs, options, found)
     for goal in found["goals"]:
         print(f"{'met   ' if goal['met'] else 'MISSED'} {goal['name']}: {goal['value']} (goal {goal['goal']})")
     failed = [one for one in found["results"] if one["scene"] == "error"]
