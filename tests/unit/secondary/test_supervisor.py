@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from kvtiers._log_queue import queue_logs
+from kvtiers.secondary import supervisor
 from kvtiers.secondary.supervisor import HostLauncher, HostProcess
 
 
@@ -68,6 +69,49 @@ def test_a_filter_of_the_user_that_raises_ends_no_thread(launcher, log_filter, k
     finally:
         logs.close(kit.PATIENCE)
     life.connection.close()
+
+
+def test_a_record_factory_of_the_user_that_raises_ends_no_thread(launcher, kit, monkeypatch):
+    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
+    refused, honest = [], logging.getLogRecordFactory()
+
+    def make(*args, **kwargs):
+        refused.append(args)
+        raise LookupError("no request is on")
+
+    host = HostProcess("unlogged", lambda: b"")
+    launcher.start(host)
+    kit.wait_until(lambda: host.lives, "its first life")
+    life = host.lives.popleft()
+    logging.setLogRecordFactory(make)
+    try:
+        life.process.kill()
+        kit.wait_until(lambda: host.lives, "its second life")
+    finally:
+        logging.setLogRecordFactory(honest)
+    assert len(refused) >= 2, "the line, and that it could not be written"
+    assert life.status == -9
+    life.connection.close()
+
+
+@pytest.mark.parametrize("error", [OSError(24, "no descriptor"), RuntimeError("can't start new thread"), MemoryError()])
+def test_a_host_that_cannot_be_tied_is_reaped_and_started_again(launcher, kit, monkeypatch, error):
+    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
+    tie, given = supervisor.lifeline, []
+
+    def lifeline(process):
+        given.append(process)
+        if len(given) == 1:
+            raise error
+        return tie(process)
+
+    monkeypatch.setattr(supervisor, "lifeline", lifeline)
+    host = HostProcess("untied", lambda: b"")
+    launcher.start(host)
+    kit.wait_until(lambda: host.lives, "its life")
+    assert given[0].returncode == -9, "killed and reaped"
+    assert host.started == 1
+    host.lives.popleft().detach()
 
 
 def test_a_host_has_been_reaped_before_that_is_logged(launcher, log_filter, kit):

@@ -163,7 +163,8 @@ class HostLauncher:
                 try:
                     work()
                 except Exception as error:  # noqa: BLE001 -- with this thread, all hosts would die
-                    _log.error("tier hosts: %s", error_text(error))
+                    with contextlib.suppress(Exception):  # what raised may be the user's record factory
+                        _log.error("tier hosts: %s", error_text(error))
 
     def _pause(self) -> float | None:
         """Return how long there is nothing to do but requests; None: for ever."""
@@ -216,7 +217,7 @@ class HostLauncher:
             life = HostLife(process, ours, lifeline(process), time.monotonic())
             what = host, life, handover
             threading.Thread(target=self._attend, args=what, name="kvtiers-waiter", daemon=True).start()
-        except (OSError, RuntimeError):  # no descriptor or thread to be had: it would never be reaped
+        except Exception:  # no descriptor, thread or memory to be had: it would never be reaped
             process.kill()
             process.wait()
             if life is not None:
