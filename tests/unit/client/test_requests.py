@@ -3,6 +3,7 @@
 import pytest
 
 from kvtiers.client.requests import Delete, Get, Prefix, Put, Task
+from kvtiers.secondary.tier_jobs import JobFailed
 
 FAR = 1e9
 
@@ -49,6 +50,45 @@ def test_tiers_are_asked_in_order_and_a_later_one_for_the_rest_alone(bench, play
     assert get.over.is_set()
     assert set(get.found) == set(keys)
     assert list(job.chunk_ids) == list(get.lease.rows)[1:]
+
+
+def test_what_a_tier_has_failed_to_give_is_loaded_from_the_next_one_into_other_rows(bench, played, keys):
+    """Though the job has not ended: its host may still write into its rows."""
+    one, two = played(*keys), played(*keys)
+    bench.drive(one, two)
+    get = bench.begin(Get, keys)
+    one.says.append(JobFailed(next(iter(one.jobs)), "its host ended"))
+    bench.step()
+    job = next(iter(two.jobs.values()))
+    assert job.keys == keys
+    assert not {*job.chunk_ids} & {*get.lease.rows}
+    two.end(success=True)
+    bench.step()
+    assert get.over.is_set()
+    assert list(get.found.values()) == list(job.chunk_ids)
+    get.release()
+    assert bench.free == 4, "those of the job that has not ended are held"
+    one.end()
+    bench.step()
+    assert bench.free == 8
+
+
+def test_a_get_is_over_when_the_last_of_its_loads_has_failed_though_it_still_uses_its_rows(bench, played, keys):
+    one, two = played(keys[0]), played(keys[1])
+    bench.drive(one, two)
+    get = bench.begin(Get, keys[:2])
+    one.end(keys[0])
+    bench.step()
+    two.says.append(JobFailed(next(iter(two.jobs)), "its host ended"))
+    bench.step()
+    assert get.over.is_set()
+    assert (set(get.found), get.error) == ({keys[0]}, "t1: its host ended")
+    get.release()
+    assert bench.free == 6
+    two.end(success=True)
+    bench.step()
+    assert set(get.found) == {keys[0]}, "what comes later is not taken in"
+    assert bench.free == 8
 
 
 def test_a_value_that_no_tier_has_is_not_found_and_nothing_is_loaded(bench, played, keys):

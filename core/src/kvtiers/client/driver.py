@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtiers._failures import logged_boundary
 from kvtiers.api import JobResult, OffloadKey, TransferJob
@@ -259,6 +260,7 @@ class Driver:
             for found, event in self._ledger.take(slot, slot.poll()):
                 if isinstance(event, JobFailed):
                     found.request.error = found.request.error or f"{slot.name}: {event.error or 'failed'}"
+                    self._guarded(found.request, partial(found.request.job_failed, slot=slot))
                 elif isinstance(event, JobReleased):
                     self._detach(found, landed_keys(found.job, event))
                 else:

@@ -146,6 +146,9 @@ class Transfer(Request):
         for lease in held if first else ():
             lease.release()
 
+    def job_failed(self, jobs: Jobs, slot: TierSlot) -> None:
+        """Take in that this tier's job has failed, though it may still use its rows; ``job_ended`` follows."""
+
     def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
         """Take in the end of one of its jobs: the keys that were moved."""
         raise NotImplementedError
@@ -238,7 +241,9 @@ class Get(Transfer):
         """Those that it has, by its answer."""
         self._is_loading = False
         self._loading: dict[int, Collection[OffloadKey]] = {}
-        """The keys of each job in flight, by its tier."""
+        """The keys of each job in flight that has not failed, by its tier."""
+        self._in_use: set[OffloadKey] = set()
+        """Those of failed ones, whose rows their tiers may still use."""
 
     def step(self, jobs: Jobs) -> None:
         """Ask the tier for each key by itself: these are no prefix. Load what it has when it has answered for all."""
@@ -285,7 +290,7 @@ class Get(Transfer):
 
     def _with_rows(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those of the keys that have a row which no job is filling; some get another one for that."""
-        busy = set().union(*self._loading.values())
+        busy = self._in_use.union(*self._loading.values())
         usable, late = [key for key in keys if key not in busy], [key for key in keys if key in busy]
         if late and (spare := self.lease.another(len(late))) is not None and self.add(spare):
             some = late[: len(spare.rows)]
@@ -308,11 +313,19 @@ class Get(Transfer):
                 if key in landed and row in self.parts:
                     self.found.setdefault(key, row)
 
+    def job_failed(self, jobs: Jobs, slot: TierSlot) -> None:
+        """Ask the next tier for what this one will not give: its host may take a while to end."""
+        self._in_use.update(self._loading.get(slot.index, ()))
+        self._go_on(jobs, slot)
+
     def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
         """Record what has been loaded; ask the next tier for the other keys."""
         rows = dict(zip(job.keys, job.chunk_ids, strict=True))
         for key in good:
             self.found.setdefault(key, rows[key])
+        self._go_on(jobs, slot)
+
+    def _go_on(self, jobs: Jobs, slot: TierSlot) -> None:
         self._loading.pop(slot.index, None)
         if self._is_loading and slot is jobs.slots[self._tier]:
             self._next_tier()
