@@ -93,18 +93,6 @@ def test_hosts_without_work_are_polled_once_in_a_while_or_each_time_if_they_are_
     assert bool(group.group.poll()) == is_awaited
 
 
-def test_the_next_poll_reports_that_hosts_have_opened_of_whom_another_thread_was_told(monkeypatch):
-    group = Group(2, opened=False)
-    monkeypatch.setattr(host_pool, "_LOOK_SECONDS", 1e6)
-    group.group.poll()
-    for backend in group.played:
-        backend.say(Opened())
-        backend.open_state = lambda: ""
-    assert group.group.poll() == ()
-    assert group.group.open_state() == ""
-    assert list(group.group.poll()) == [(None, Opened())]
-
-
 def test_idle_hosts_take_turns(keys):
     tier = Group(3)
     order = []

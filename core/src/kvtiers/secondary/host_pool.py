@@ -14,7 +14,7 @@ done           all parts are: a status for each value, in the job's order
 =============  ==================================================================================
 
 A question goes to one host. The tier is open while one of its hosts is. Engine's thread, but for ``wait_open`` and
-``open_state``, which ask the hosts.
+``open_state``, which ask the hosts and change nothing here.
 """
 
 import itertools
@@ -239,7 +239,6 @@ class HostPool:
     def open_state(self) -> str | None:
         """Return "" if one host's store is open, None while it may yet be, else why it is not. From any thread."""
         states = [host.backend.open_state() for host in self._hosts]
-        self._look_at = 0.0  # what is said here, the next poll reports
         if "" in states:
             return ""
         return None if None in states else states[0]

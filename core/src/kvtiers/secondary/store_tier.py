@@ -230,6 +230,10 @@ class ChunkStoreTier(EventTier):
         """Return "" if the store is open, why it is not, or None while it has said neither. From any thread."""
         return self._open_error if self._has_heard else self._hosts.open_state()
 
+    def has_spoken(self) -> bool:
+        """Return whether a poll has found it open, or why it is not is known. From any thread."""
+        return self._has_heard or bool(self._hosts.open_state())
+
     def warn_unusable(self, error: str) -> None:
         """Log that the tier is out of use and why, once until it is open. From any thread."""
         with self._warning:

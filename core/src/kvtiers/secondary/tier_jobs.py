@@ -104,6 +104,10 @@ class EventTier(SecondaryTierManager):
         """Return "" if it is open, why it is not, or None while it has said neither. From any thread."""
         return ""
 
+    def has_spoken(self) -> bool:
+        """Return whether ``is_available`` knows that it is open, or it has said why it is not. From any thread."""
+        return self.open_state() is not None
+
     def stats(self) -> Mapping[str, float]:
         """Return the tier's own figures. From any thread."""
         return {}

@@ -152,10 +152,8 @@ class Prefetches:
         slots = [slot for slot in self._slots if one.tiers is None or slot.name in one.tiers]
         tiers = self._questions.tiers_of(one, slots)
         if not tiers:
-            if one.had_spoken or not slots:
+            if all(slot.has_spoken() for slot in slots):
                 one.stop(f"{', '.join(one.tiers)} is not in use" if one.tiers else "no tier is in use")
-            # A tier that has opened only now is polled, and then in use, at the next step.
-            one.had_spoken = all(slot.has_spoken() for slot in slots)
             return
         self._questions.put_back(one, tiers)
         if any(slot.metrics.loading_chunks > self._own(slot) for slot in tiers):

@@ -81,8 +81,6 @@ class Prefetch:
     heard_at: float = 0.0
     is_closed: bool = False
     """Its last figures have been taken."""
-    had_spoken: bool = False
-    """At a step where none was in use, each of its tiers had opened, or had said why it is not open."""
     number: int = 0
     run: str = ""
     """The request id under which the policy sees the chunks of the present prefix."""

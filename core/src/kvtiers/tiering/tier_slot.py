@@ -211,8 +211,8 @@ class TierSlot:
         return self._is_yes(self.tier.has_pending_work)
 
     def has_spoken(self) -> bool:
-        """Return whether the tier is open, or has reported why it is not."""
-        return self.tier.open_state() is not None
+        """Return whether the tier has reported to the engine's thread that it is open, or why it is not."""
+        return self.tier.has_spoken()
 
     def own_stats(self, read: Callable[[str], dict[str, float]]) -> dict[str, float]:
         """Return the tier's own figures, read by its name."""

@@ -17,6 +17,23 @@ def test_a_tier_is_not_available_until_its_store_is_open(clock, backend):
     assert tier.is_available()
 
 
+def test_a_tier_that_has_opened_has_spoken_when_it_has_been_polled_and_one_that_cannot_be_opened_at_once(
+    clock, backend
+):
+    tier = ChunkStoreTier(TierConfig(type="t"), HostPool([PooledHost("t", backend)]), clock)
+    assert not tier.has_spoken()
+    backend.state = ""
+    assert tier.open_state() == ""
+    assert not tier.has_spoken(), "it is not available before the next step"
+    backend.state = "its host cannot be started: no processes"
+    assert tier.has_spoken()
+    backend.state = ""
+    backend.say(Opened())
+    step(tier)
+    assert tier.has_spoken()
+    assert tier.is_available()
+
+
 def test_a_store_that_cannot_be_opened_is_one_warning_however_often_it_is_tried(clock, backend):
     tier = ChunkStoreTier(TierConfig(type="t"), HostPool([PooledHost("t", backend)]), clock)
     for _ in range(5):
