@@ -71,6 +71,8 @@ SLOW = '{"rate_limit": {"bytes_per_second": "1GB"}}'
 """Reading 16k tokens takes 2.1 s then, four times as long as computing them."""
 ALWAYS = '{"load_wait": "60s", "lookup_wait": "10s"}'
 """Whatever a tier has is loaded: beside it stands what the decision costs or saves."""
+WIDE = '{"budgets": {"one_tier": 0.5}}'
+"""A tier may load a burst of 24 x 8k of a model with windows or states at once: by default 6 of 24 GiB."""
 QUICK = [
     Run("none", "startup,beside_stores,throughput,mixed"),
     Run("stack", "startup", 64),
@@ -140,9 +142,15 @@ STATES = [
 """The last one: the restart once more; its store is kept until then."""
 PAIRS = [
     Run("stack_fs", "fill", store="ours"),
-    *(3 * [Run("stack_fs", "restart,store", store="ours", other=other) for other in (False, True)]),
+    *(
+        2
+        * [
+            Run("stack_fs", "restart,store", store="ours", other=other, stack=stack)
+            for other, stack in ((False, "{}"), (False, WIDE), (True, "{}"), (True, WIDE))
+        ]
+    ),
 ]
-"""Two builds of kvtiers in turns, over the same store."""
+"""Two builds of kvtiers in turns, over the same store, each also with a larger budget for the tier."""
 CHAT = [
     Run("none", "chat", 1, gpu_gib=64),
     Run("stack_fs", "chat", 20, store="ours", gpu_gib=26),
@@ -223,6 +231,7 @@ def play(run: Run, options: argparse.Namespace, stores: Path, seconds: float) ->
             "gpu_gib": run.gpu_gib,
             "mtp": run.mtp,
             "other": run.other,
+            "wide": run.stack == WIDE,
             "disk": run.disk,
             "slow": run.tier == SLOW,
             "always": run.stack == ALWAYS,
@@ -376,6 +385,7 @@ def named(one: dict[str, Any]) -> str:
     said = "".join(text for key, text in special.items() if one.get(key))
     said += ", MTP" if one.get("mtp") else ""
     said += ", other build" if one.get("other") else ""
+    said += ", wide budget" if one.get("wide") else ""
     if one.get("gpu_gib"):
         said += f", GPU {one['gpu_gib']} GiB"
     return f"{LABELS[one['mode']]}, {one.get('primary_gib', '?')} GiB{said}"
