@@ -17,6 +17,13 @@ WHOLE = [len(prompt) // BLOCK * BLOCK for prompt in PROMPTS]
 """Tokens of each prompt in whole blocks."""
 CHUNKS = sum(WHOLE) // BLOCK
 """Chunks of both prompts, where a chunk is a block."""
+LONG = [make_prompt(3, 1300), make_prompt(4, 700)]
+"""Two longer ones: a block of a model with states has 544 tokens."""
+STATES = {
+    "mamba_cache_mode": "align", "enable_prefix_caching": True, "dtype": "bfloat16",
+    "mamba_ssm_cache_dtype": "float32", "max_model_len": 4096,
+}  # fmt: skip
+"""What an engine needs for such a model. On some processors vLLM's kernels take states of 16 bits, too."""
 AUTO = 2 * BLOCK
 """Tokens in a chunk of the whole stack whose config says nothing of ``blocks_per_chunk``."""
 

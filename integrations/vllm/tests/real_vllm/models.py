@@ -52,7 +52,10 @@ def make_window_model(folder: Path, *, seed: int, window: int, layers: Sequence[
 
 
 def make_state_model(folder: Path, *, seed: int) -> Path:
-    """Write a tiny model of which three layers of four keep a state (a gated delta net), and one has KV."""
+    """Write a tiny model of which three layers of four keep a state (a gated delta net), and one has KV.
+
+    Its states keep some hundred tokens; by random weights they would forget within ten, and any state would do.
+    """
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -76,7 +79,13 @@ def make_state_model(folder: Path, *, seed: int) -> Path:
         initializer_range=0.15,
     )
     torch.manual_seed(seed)
-    Qwen3NextForCausalLM(config).save_pretrained(folder)
+    model = Qwen3NextForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("dt_bias"):
+            torch.nn.init.constant_(weight, -7.0)
+        elif name.endswith("A_log"):
+            torch.nn.init.zeros_(weight)
+    model.save_pretrained(folder)
     return folder
 
 

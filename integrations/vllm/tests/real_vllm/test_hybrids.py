@@ -6,41 +6,38 @@ from vLLM's own prefix cache with a tail from the tier.
 
 import pytest
 
-from .conftest import PROMPTS, WHOLE
+from .conftest import LONG, PROMPTS, STATES, WHOLE
 from .models import make_adapter, make_draft, make_prompt, make_state_model, make_window_model
 from .ways import fs, whole_stack
 
-FIRST, _ = PROMPTS
-STATE_BLOCK = 288
+STATE_BLOCK = 544
 """Tokens in a block of the model with states: vLLM makes a block as large as a state."""
-STATES = {"mamba_cache_mode": "align", "enable_prefix_caching": True, "dtype": "bfloat16"}
-"""vLLM's kernels need the type."""
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
-def play(start, model, config, more=(), **options):
+def play(start, model, config, more=(), prompts=PROMPTS, **options):
     """Play the scenes; return how many tokens of each prompt an engine had from a tier. ``more``: of generate's."""
     ways = [{}, *more]
     plain = start(model, **options)
-    right = [plain.generate(*PROMPTS, **way)[0] for way in ways]
+    right = [plain.generate(*prompts, **way)[0] for way in ways]
     plain.shutdown()
     assert len({str(tokens) for tokens in right}) == len(ways), "each way has tokens of its own"
     first = start(model, config, **options)
     for way, tokens in zip(ways, right, strict=True):
-        assert first.generate(*PROMPTS, **way) == (tokens, [0, 0])
+        assert first.generate(*prompts, **way) == (tokens, [0, 0])
     first.forget()
     found = []
     for way, tokens in zip(ways, right, strict=True):
-        warm, cached = first.generate(*PROMPTS, **way)
+        warm, cached = first.generate(*prompts, **way)
         assert warm == tokens
         found.append(cached)
     first.shutdown()
     second = start(model, config, **options)
     for way, tokens, cached in zip(ways[::-1], right[::-1], found[::-1], strict=True):
-        assert second.generate(*PROMPTS[::-1], **way) == (tokens[::-1], cached[::-1])
+        assert second.generate(*prompts[::-1], **way) == (tokens[::-1], cached[::-1])
     second.forget()
-    second.generate(FIRST[: found[0][0] // 2 + 1], tokens=1)
-    behind, cached = second.generate(FIRST)
+    second.generate(prompts[0][: found[0][0] // 2 + 1], tokens=1)
+    behind, cached = second.generate(prompts[0])
     assert behind == right[0][:1]
     assert cached[0] >= found[0][0]
     second.shutdown()
@@ -57,8 +54,8 @@ def test_five_layers_of_six_with_a_window_and_an_adapter_over_them(start, tmp_pa
 
 def test_layers_that_keep_a_state_in_the_place_of_kv(start, tmp_path):
     model = make_state_model(tmp_path / "tiny", seed=0)
-    (found,) = play(start, model, whole_stack(fs(tmp_path / "store")), **STATES)
-    assert found == [len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in PROMPTS]
+    (found,) = play(start, model, whole_stack(fs(tmp_path / "store")), prompts=LONG, **STATES)
+    assert found == [len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in LONG]
 
 
 @pytest.mark.parametrize(("interval", "found"), [(0, 0), (2 * STATE_BLOCK, 2 * STATE_BLOCK)])

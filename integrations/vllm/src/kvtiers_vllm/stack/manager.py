@@ -9,6 +9,7 @@ tracks neither failed copies nor, after a reset, those in flight. A request whos
 so that vLLM computes it.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -81,7 +82,7 @@ class KvtiersManager(OffloadingManager):
         self.steps = steps
         self._manager = manager
         self._plans = RunningPlans(manager, ranks)
-        self.pipelined = PipelinedLoads(manager, self._start, is_possible=requests.groups == 1)
+        self.pipelined = PipelinedLoads(manager, self._start, is_whole=requests.groups > 1)
         self._describer = describer
         self._vllm_events = vllm_events
         self._figures = figures
@@ -186,6 +187,7 @@ class KvtiersManager(OffloadingManager):
         if reach.unresolved or (reach.pending and not self.pipelined.can_begin(keys.of_all(needed[:1]))):
             return True
         self._answers = set(needed)
+        request.load = computed, computed + reach.tokens
         return False
 
     @never_raises(lambda: LookupResult.MISS)
@@ -258,7 +260,8 @@ class KvtiersManager(OffloadingManager):
             if plan is not None:
                 rows = self._start(plan, request)
             else:
-                rows = self.pipelined.begin(request, named, own.place(next(iter(keys))) or 0)
+                runs = [own.of_all(list(run)) for _, run in itertools.groupby(keys, _group_number)]
+                rows = self.pipelined.begin(request, runs, *request.load)
         if rows is None:
             request.load_failed = True
             self._forget_answers()

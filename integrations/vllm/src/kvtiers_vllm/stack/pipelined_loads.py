@@ -13,13 +13,15 @@ prefix of which a part is still on its way from a tier; the rows follow in parts
 
 A prompt of 2 GiB waits for its read alone instead of the read and the copy. Blocks of the GPU are held meanwhile, so
 few loads are pipelined at the same time, the oldest first; the others wait as before, and their copies overlap with
-the reads of others. Only with one KV group: else vLLM takes no report about single blocks.
+the reads of others. With several KV groups vLLM takes no report about single blocks, and a prompt with windows or
+states is loaded whole or not at all: a load that lacks a chunk at its end has failed, and its request is looked up
+again, with the boundary that is left.
 """
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -35,54 +37,80 @@ _log = logging.getLogger("kvtiers.vllm")
 _MOST = 2
 """Loads at the same time: the rows of the second come while the last ones of the first are copied."""
 
+_WITHOUT_SOME = "are computed (vLLM: 'Recovered from KV load failure')"
+_WITHOUT_ALL = "without them the others are no use: its prompt is looked up again"
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """The chunks of a load in one KV group, of which the first ``done`` were sent."""
+
+    keys: Sequence[OffloadKey]
+    done: int = 0
+
+    def left(self) -> Sequence[OffloadKey]:
+        """Return those that were not sent."""
+        return self.keys[self.done :]
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load of which the first ``done`` chunks were sent. ``first``: the number of its first chunk in the prompt."""
+    """A load of a prompt's tokens from ``computed`` to ``end``. ``runs``: its chunks by KV group."""
 
     load_id: int
     request: OpenRequest
-    keys: Sequence[OffloadKey]
-    first: int
-    done: int
+    computed: int
+    end: int
+    runs: list[_Run] = field(default_factory=list)
+
+    def missing(self) -> int:
+        """Return how many chunks were not sent."""
+        return sum(len(run.keys) - run.done for run in self.runs)
 
 
 class PipelinedLoads:
-    """The pipelined loads of one engine; runs on its thread. ``start``: records a plan that goes to the workers."""
+    """The pipelined loads of one engine; runs on its thread. ``start``: records a plan that goes to the workers.
+
+    ``is_whole``: the model has several KV groups.
+    """
 
     def __init__(
         self,
         manager: TieringManager,
         start: Callable[[LoadPlan, OpenRequest], PlannedRows],
         *,
-        is_possible: bool,
-        most: int = _MOST,
+        is_whole: bool,
     ) -> None:
         self._manager = manager
         self._start = start
-        self._most = most if is_possible else 0
+        self._is_whole = is_whole
         self._ids = itertools.count(1)
         self._open: dict[OpenRequest, _Load] = {}
         self._parts: list[LoadPart] = []
         self.begun = 0
         """Loads so far."""
 
-    def can_begin(self, run: Sequence[OffloadKey]) -> bool:
-        """Return whether a run that is partly pending can be loaded from now on: its first chunks are readable."""
-        if len(self._open) >= self._most:
+    def can_begin(self, first: Iterable[OffloadKey]) -> bool:
+        """Return whether a load that is partly pending can go on from now on: one of its first chunks is readable.
+
+        ``first``: that of each KV group.
+        """
+        if len(self._open) >= _MOST:
             return False
         with self._manager.lock:
-            return self._manager.ready_run(run[:1]) > 0
+            return any(self._manager.ready_run([key]) for key in first)
 
-    def begin(self, request: OpenRequest, keys: Sequence[OffloadKey], first: int) -> PlannedRows | None:
-        """Begin to load these chunks, the first of which is the prompt's chunk number ``first``; None: it cannot be."""
-        if not self.can_begin(keys):
+    def begin(
+        self, request: OpenRequest, runs: Sequence[Sequence[OffloadKey]], computed: int, end: int
+    ) -> PlannedRows | None:
+        """Begin to load these chunks, by KV group, for these tokens of the prompt; None: it cannot be."""
+        if not self.can_begin(run[0] for run in runs):
             return None
-        load = _Load(next(self._ids), request, keys, first, 0)
+        load = _Load(next(self._ids), request, computed, end, list(map(_Run, runs)))
         self._open[request] = load
         self.begun += 1
         rows = self._next_rows(load) or PlannedRows(NO_PLAN, request.context.request_id, np.empty(0, np.int32))
-        rows.load_id, rows.chunks = load.load_id, len(keys)
+        rows.load_id = load.load_id
         return rows
 
     def advance(self) -> None:
@@ -109,39 +137,53 @@ class PipelinedLoads:
         request = load.request
         more, rows = False, None
         if request.keys is not None and not request.load_failed:
-            tokens = self._manager.tokens_per_chunk[0]
-            begin, end = ((load.first + chunks) * tokens for chunks in (load.done, len(load.keys)))
+            begin = self._begin_of(load)
             with self._manager.lock:
-                reach = self._manager.reach(request.keys.groups(), request.context, begin, end)
-            rows = self._next_rows(load) if reach.ready else None
-            more = reach.unresolved or begin + reach.tokens > (load.first + load.done) * tokens
-        is_last = load.done == len(load.keys) or not more
+                reach = self._manager.reach(request.keys.groups(), request.context, begin, load.end)
+            end = begin + reach.tokens
+            if not self._is_whole:
+                rows = self._next_rows(load) if reach.ready else None
+                more = reach.unresolved or end > self._begin_of(load)
+            elif reach.unresolved or end >= load.end:
+                rows, more = self._next_rows(load), reach.waits
+        is_last = not more or not load.missing()
         if rows is not None or is_last:
             self._parts.append(LoadPart(load.load_id, rows, is_last=is_last))
         if is_last:
             del self._open[request]
-            if missing := len(load.keys) - load.done:
-                request.load_failed = True
+            if missing := load.missing():
+                request.load_failed |= not self._is_whole
                 self._note_late(load, missing)
+
+    def _begin_of(self, load: _Load) -> int:
+        """Return the first token of the chunks that were not sent; of the whole load, if a part of it is no use."""
+        if self._is_whole:
+            return load.computed
+        tokens = self._manager.tokens_per_chunk[0]
+        return (load.computed // tokens + load.runs[0].done) * tokens
 
     def _note_late(self, load: _Load, missing: int) -> None:
         with self._manager.lock:
             self._manager.load_was_late()
         _log.info(
-            "request %s: %d of %d chunks from tiers came too late or not at all, and are computed "
-            "(vLLM: 'Recovered from KV load failure')",
+            "request %s: %d of %d chunks from tiers came too late or not at all, and %s",
             load.request.context.request_id,
             missing,
-            len(load.keys),
+            sum(len(run.keys) for run in load.runs),
+            _WITHOUT_ALL if self._is_whole else _WITHOUT_SOME,
         )
 
     def _next_rows(self, load: _Load) -> PlannedRows | None:
-        """Pin the leading rows that are ready; None: there are none."""
-        rest, context = load.keys[load.done :], load.request.context
+        """Pin the leading rows of each group that are ready; None: there are none."""
+        context = load.request.context
         with self._manager.lock:
-            ready = self._manager.ready_run(rest)
-            plan = self._manager.prepare_load(rest[:ready], context) if ready else None
+            ready = [self._manager.ready_run(run.left()) for run in load.runs]
+            keys = [key for run, chunks in zip(load.runs, ready, strict=True) for key in run.left()[:chunks]]
+            plan = self._manager.prepare_load(keys, context) if keys else None
         if plan is None:
             return None
-        load.done += ready
-        return self._start(plan, load.request)
+        for run, chunks in zip(load.runs, ready, strict=True):
+            run.done += chunks
+        rows = self._start(plan, load.request)
+        rows.by_group = tuple(ready)
+        return rows

@@ -51,6 +51,8 @@ class OpenRequest:
     has_local_prefix: bool = False
     """vLLM has part of it in its own prefix cache, which does not look at adapters' files."""
     load_failed: bool = False
+    load: tuple[int, int] = (0, 0)
+    """From where to where its prompt was to be loaded when that was decided last, in tokens."""
     prompt_tokens: int = 0
     """0 where vLLM does not say."""
     waits_since: float | None = None

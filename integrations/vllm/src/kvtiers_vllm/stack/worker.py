@@ -7,11 +7,12 @@ part; what it lacks at its end are blocks that the connector reports as not load
 """
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvtiers.gpu.worker import GpuWorker
@@ -39,8 +40,8 @@ class PlannedRows(LoadStoreSpec):
     chunk_ids: ChunkIds
     load_id: int = 0
     """Of a pipelined load, of which these are the first rows; others follow as ``LoadPart``. 0: these are all."""
-    chunks: int = 0
-    """Of the whole pipelined load."""
+    by_group: tuple[int, ...] = ()
+    """Of a pipelined load: how many of the rows are of each KV group that it has blocks of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +54,59 @@ class LoadPart:
 
 
 @dataclass(slots=True, eq=False)
-class _PipelinedJob:
-    """A job of vLLM's whose rows come in parts.
+class _PipelinedRun:
+    """The blocks of a pipelined load in one group. ``first``: the number of the first one in its request.
 
-    ``given``: chunks whose rows have come; ``good``: chunks before the first copy that failed; ``copies``: in flight.
+    ``given``: chunks whose rows have come; ``good``: chunks before the first copy that failed.
     """
 
-    job_id: int
-    blocks: BlockSpec
-    blocks_per_chunk: int
-    chunks: int
-    good: int
+    group: int
+    block_ids: npt.NDArray[np.int64]
+    first: int
+    per_chunk: int
     given: int = 0
+    good: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.good = self.chunks()
+
+    def chunks(self) -> int:
+        """Return how many chunks have these blocks; the first may begin in its middle."""
+        return -(-(self.first % self.per_chunk + len(self.block_ids)) // self.per_chunk)
+
+    def span(self, first: int, end: int) -> slice:
+        """Return where the blocks of these chunks are among its blocks."""
+        lead = self.first % self.per_chunk
+        return slice(max(0, first * self.per_chunk - lead), max(0, end * self.per_chunk - lead))
+
+
+@dataclass(slots=True, eq=False)
+class _PipelinedJob:
+    """A job of vLLM's whose rows come in parts. ``copies``: in flight."""
+
+    job_id: int
+    request_id: str
+    groups: int
+    runs: list[_PipelinedRun]
     copies: int = 0
     is_closed: bool = False
     """No more rows will come."""
     nbytes: int = 0
     seconds: float = 0.0
 
-    def blocks_of(self, first: int, end: int) -> BlockSpec:
-        """Return the blocks of these of its chunks; the first chunk may begin in its middle."""
-        begin = self.blocks.block_indices[0]
-        lead = begin % self.blocks_per_chunk
-        at = max(0, first * self.blocks_per_chunk - lead)
-        to = min(len(self.blocks.block_ids), end * self.blocks_per_chunk - lead)
-        return BlockSpec(self.blocks.block_ids[at:to], (max(0, to - at),), (begin + at,))
+    def give(self, by_group: Sequence[int]) -> BlockSpec:
+        """Return the blocks of so many chunks more of each run; ValueError for another number of runs."""
+        sizes, firsts, ids = [0] * self.groups, [0] * self.groups, []
+        for run, chunks in zip(self.runs, by_group, strict=True):
+            span = run.span(run.given, run.given + chunks)
+            run.given += chunks
+            ids.append(run.block_ids[span])
+            sizes[run.group], firsts[run.group] = len(ids[-1]), run.first + span.start
+        return BlockSpec(np.concatenate(ids), tuple(sizes), tuple(firsts))
 
     def has_ended(self) -> bool:
         """Return whether nothing more comes and nothing of it is in flight."""
-        return not self.copies and (self.is_closed or self.given == self.chunks)
+        return not self.copies and (self.is_closed or all(run.given == run.chunks() for run in self.runs))
 
 
 class KvtiersWorker(OffloadingWorker):
@@ -98,8 +123,8 @@ class KvtiersWorker(OffloadingWorker):
         self._early: dict[int, list[LoadPart]] = {}
         """Parts that came in the step of their load: vLLM binds the metadata of a step before it starts its loads."""
         self._refused_loads: set[int] = set()
-        self._part_of: dict[int, tuple[_PipelinedJob, int]] = {}
-        """The load of a part's copy, and its first chunk, by the copy's id, which is no job's of vLLM."""
+        self._part_of: dict[int, tuple[_PipelinedJob, Sequence[int]]] = {}
+        """The load of a part's copy, and its first chunk of each run, by the copy's id, which is no job's of vLLM."""
         self._part_ids = itertools.count(-1, -1)
         self._missing_blocks: set[int] = set()
         self._spoilt: set[int] = set()
@@ -149,7 +174,7 @@ class KvtiersWorker(OffloadingWorker):
     @never_raises(lambda: False)
     def _begin_parts(self, job_id: int, rows: PlannedRows, blocks: Any) -> bool:
         """Begin a pipelined load; False: it is refused."""
-        job = _PipelinedJob(job_id, _blocks(blocks), self._blocks_per_chunk, rows.chunks, rows.chunks)
+        job = _pipelined(job_id, rows.request_id, _blocks(blocks), self._blocks_per_chunk)
         self._pipelined[rows.load_id] = job
         if rows.plan_id != NO_PLAN:
             self._copy_part(job, rows)
@@ -177,13 +202,17 @@ class KvtiersWorker(OffloadingWorker):
             self._refused_loads.discard(part.load_id)
 
     def _copy_part(self, job: _PipelinedJob, rows: PlannedRows) -> None:
-        part_id, first = next(self._part_ids), job.given
-        job.given += len(rows.chunk_ids)
+        part_id, firsts = next(self._part_ids), [run.given for run in job.runs]
         job.copies += 1
         self._jobs[part_id] = (rows, False)
-        self._part_of[part_id] = (job, first)
-        if not self._load(part_id, rows, job.blocks_of(first, job.given), expedited=False):
+        self._part_of[part_id] = (job, firsts)
+        if not self._load_part(part_id, job, rows):
             self._refused.append(part_id)
+
+    @never_raises(lambda: False)
+    def _load_part(self, part_id: int, job: _PipelinedJob, rows: PlannedRows) -> bool:
+        """Submit the copy of a part; False: it is refused."""
+        return bool(self._load(part_id, rows, job.give(rows.by_group), expedited=False))
 
     def note_step(self, *, computes: bool) -> None:
         """Record that vLLM begins a step on this rank."""
@@ -204,16 +233,21 @@ class KvtiersWorker(OffloadingWorker):
                 self._part_ended(*part, copied, success=success)
         return done + [self._end(load_id) for load_id, job in list(self._pipelined.items()) if job.has_ended()]
 
-    def _part_ended(self, job: _PipelinedJob, first: int, copied: Copied, *, success: bool) -> None:
+    def _part_ended(self, job: _PipelinedJob, firsts: Sequence[int], copied: Copied, *, success: bool) -> None:
         job.copies -= 1
         job.nbytes += copied.nbytes
         job.seconds += copied.seconds
         if not success:
-            job.good = min(job.good, first)
+            for run, first in zip(job.runs, firsts, strict=True):
+                run.good = min(run.good, first)
 
     def _end(self, load_id: int) -> TransferResult:
         job = self._pipelined.pop(load_id)
-        self._missing_blocks.update(job.blocks_of(min(job.good, job.given), job.chunks).block_ids.tolist())
+        missing = [run.block_ids[run.span(min(run.good, run.given), run.chunks())] for run in job.runs]
+        if job.groups == 1:
+            self._missing_blocks.update(*(blocks.tolist() for blocks in missing))
+        elif any(map(len, missing)):
+            self._failed_loads.add(job.request_id)
         return TransferResult(job.job_id, True, job.nbytes, job.seconds)
 
     @never_raises(tuple)
@@ -271,6 +305,15 @@ class KvtiersWorker(OffloadingWorker):
             self._report.failed.add(rows.plan_id)
             if not (is_store or is_part):
                 self._failed_loads.add(rows.request_id)
+
+
+def _pipelined(job_id: int, request_id: str, blocks: BlockSpec, per_chunk: int) -> _PipelinedJob:
+    runs, at = [], 0
+    for group, (size, first) in enumerate(zip(blocks.group_sizes, blocks.block_indices, strict=True)):
+        if size:
+            runs.append(_PipelinedRun(group, blocks.block_ids[at : at + size], first, per_chunk))
+        at += size
+    return _PipelinedJob(job_id, request_id, len(blocks.group_sizes), runs)
 
 
 def _blocks(spec: Any) -> BlockSpec:

@@ -342,6 +342,7 @@ class Engine:
         from kvtiers_vllm.stack.worker import KvtiersWorker
 
         KvtiersWorker.take_missing_blocks = lambda _: set()
+        KvtiersWorker.take_failed_loads = lambda _: set()
         return {"ok": True}
 
     def pipelined_loads(self) -> dict[str, Any]:
