@@ -103,6 +103,17 @@ def test_a_fixed_cost_of_steps_is_no_tokens_price():
     assert cost.seconds_per_token == pytest.approx(18.7e-6)
 
 
+@pytest.mark.parametrize(("estimate", "seconds"), [(20e-6, 4e-6), (1.0, 0.13 / 5440), (0.0, 0.13 / 8 / 5440)])
+def test_steps_that_take_the_same_for_few_tokens_as_for_many_do_not_make_tokens_cheaper_than_they_can_be(
+    estimate, seconds
+):
+    """The last tokens of bursts that were loaded, in an engine that launches for .1 s whatever the step computes."""
+    cost = PrefillCost(150e-6, estimate)
+    for tokens in (544, 816, 2720, 5440):
+        cost.observe(tokens, 0.13)
+    assert cost.seconds_per_token == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize("estimate", [0.0, 20e-6, 1.0])
 def test_the_prior_is_not_far_above_the_engines_own_estimate(estimate):
     cost = PrefillCost(150e-6, estimate)

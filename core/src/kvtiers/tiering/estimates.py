@@ -73,6 +73,7 @@ _POSITIONED_STEPS = 16
 _LONGER = 2  # times the tokens of the shortest step: what a step takes longer than that is the cost of more tokens
 _LEAST_COST = 1 / 8  # of a step's seconds for its tokens
 _MOST_PRIOR = 3  # times the engine's estimate
+_LEAST_OF_ESTIMATE = 1 / 5  # at 0.4 of a card's peak; no card is faster than its peak in 8 bits
 _APART = 1 / 4  # of the furthest position: steps that are nearer to each other say nothing of the slope
 _FEWEST_PAIRS = 3
 
@@ -101,6 +102,7 @@ class PrefillCost:
     def __init__(self, prior: float = 0.0, estimate: float = 0.0) -> None:
         self.seconds_per_token = min(max(prior, estimate), _MOST_PRIOR * estimate) if estimate else prior
         self.estimate = estimate or prior
+        self._least = _LEAST_OF_ESTIMATE * estimate
         self.is_measured = False
         """A step of at least ``LEAST_STEP`` tokens was seen."""
         self._short: deque[tuple[float, int]] = deque(maxlen=_POSITIONED_STEPS)
@@ -141,7 +143,13 @@ class PrefillCost:
         return max(0.0, least - _weighted_quantile(slopes, _SHARE) * tokens) if slopes else 0.0
 
     def _per_token(self, step: _Step) -> float:
-        return max(step.seconds - self._fixed, _LEAST_COST * step.seconds) / step.tokens
+        """Return what a token of a step costs without what is fixed.
+
+        An engine that launches a step for as long as the GPU computes takes the same time for few tokens as for many,
+        all of which looks fixed.
+        """
+        least = min(step.seconds, max(_LEAST_COST * step.seconds, self._least * step.tokens))
+        return max(step.seconds - self._fixed, least) / step.tokens
 
     def seconds(self, tokens: int, position: float) -> float | None:
         """Return what computing so many tokens of this mean position takes; None: nothing was computed yet."""
