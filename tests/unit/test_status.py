@@ -637,7 +637,7 @@ def test_loads_that_came_late_are_counted_where_vllms_warning_sends_an_operator(
 
 def test_loads_that_came_in_time_are_no_line(serve):
     serve({**answer(fs=TIER), "figures": {"late_loads": 0}})
-    assert "came late" not in CliRunner().invoke(cli, ["status"]).output
+    assert "came late" not in run("--engine", str(os.getpid())).stdout, "another engine of this machine may say so"
 
 
 def shown(serve, tier, **more):
