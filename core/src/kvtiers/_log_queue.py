@@ -24,7 +24,7 @@ __all__ = ["LOGGERS", "QueuedLogs", "dropped_lines", "flush_logs", "queue_logs"]
 
 LOGGERS = (
     "kvtiers", "kvtiers.control", "kvtiers.events", "kvtiers.gpu", "kvtiers.lmcache", "kvtiers.plugins",
-    "kvtiers.record", "kvtiers.region", "kvtiers.scheduler", "kvtiers.secondary", "kvtiers.sglang",
+    "kvtiers.pool", "kvtiers.record", "kvtiers.region", "kvtiers.scheduler", "kvtiers.secondary", "kvtiers.sglang",
     "kvtiers.tiering", "kvtiers.vllm", "kvtiers.what_if",
 )  # fmt: skip
 """All that core, its integrations and the policies log to: a filter on a logger does not see what its children log."""

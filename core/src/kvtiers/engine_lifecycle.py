@@ -13,6 +13,7 @@ from kvtiers.config import OffloadConfig
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.model_identity import described, is_shared, with_weights
+from kvtiers.pool.loan import PoolLoan
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.ranks import PrefaultEnded, RankJoined, RankLost
 from kvtiers.region.region import OffloadRegion
@@ -26,7 +27,7 @@ class EngineLifecycle:
     """The manager's ``EngineSide``: the region's events, the tiers, and new names when weights change.
 
     ``release``: the engine's, for what is recorded beside the values. ``release_region``: called when the tiers are
-    closed.
+    closed. ``loan``: of the pool whose memory the region's is, which the start waits to have pinned.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class EngineLifecycle:
         primary: CPUPrimaryTier,
         release: str,
         release_region: Callable[[], None],
+        loan: PoolLoan | None = None,
     ) -> None:
         self._release_region = release_region
         self._namespace = config.namespace
@@ -44,8 +46,9 @@ class EngineLifecycle:
         self._region = region
         self._primary = primary
         self._start_wait = config.start_wait
-        self._pins_ahead = config.primary.prefault == "ahead"
-        self._waits_for_all = config.primary.prefault == "all"
+        self._loan = loan
+        self._pins_ahead = config.primary.prefault == "ahead" and loan is None
+        self._waits_for_all = config.primary.prefault == "all" or loan is not None
         self._ready = region.all_ready
         self._has_shrunk = False
         self._follow_from = region.follow(0)
@@ -58,7 +61,15 @@ class EngineLifecycle:
         sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self.tiers = TierSet(
             config.secondary,
-            TierRows(region.view, region.row_stride, sizes, region.fd, region.map_bytes, config.primary.core_dumps),
+            TierRows(
+                region.view,
+                region.row_stride,
+                sizes,
+                region.fd,
+                region.map_bytes,
+                config.primary.core_dumps,
+                lender=loan,
+            ),
             self._namespace,
             self._names,
             described(self._names, self._layout, release),
@@ -130,6 +141,8 @@ class EngineLifecycle:
         self._layout = dataclasses.replace(self._layout, model=dataclasses.replace(self._layout.model, weights=version))
         self._names = StorageNames.of_layout(self._namespace, self._layout)
         self.tiers.set_names(self._names)
+        if self._loan is not None:
+            self._loan.rename(self._names.prefix)
 
     def fingerprint(self) -> str:
         """Return the fingerprint as it stands in the names of values that are stored from now on."""

@@ -18,6 +18,7 @@ from typing import Any
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import StartError
+from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.engine_lifecycle import EngineLifecycle
 from kvtiers.gpu.settings import CopySettings
@@ -26,9 +27,12 @@ from kvtiers.kv_events.naming import OWN_NAMES, EventNaming, event_groups
 from kvtiers.kv_events.open import event_publisher
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
+from kvtiers.layout.storage_name import StorageNames
 from kvtiers.live_config import LiveEngine
-from kvtiers.model_identity import with_model
+from kvtiers.model_identity import with_model, with_weights
 from kvtiers.plugins import SHADOW_GROUP, load_class
+from kvtiers.pool.loan import PoolLoan, is_served
+from kvtiers.primary.pooled import PooledPrimaryTier
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.recorder import Recorder
 from kvtiers.region.client import RegionJoin
@@ -53,6 +57,8 @@ def begin_memory(config: OffloadConfig, name: str) -> EarlyMemory | None:
     None where that is not possible. StartError in one line if the memory is not there. ``name``: for ``/proc``.
     """
     primary = config.primary
+    if primary.pool is not None and is_served(primary.pool):
+        return None
     if sys.platform != "linux" or primary.numa_node is not None:  # its pages are placed by the region's mapping
         return None
     return EarlyMemory(
@@ -102,12 +108,18 @@ def open_manager(
         undo.callback(logs.close)
         if engine.memory is not None:
             undo.callback(engine.memory.close)
-        region = _create_region(config, layout, engine_id, engine.memory)
+        named = layout if config.primary.pool is None else with_weights(layout)
+        loan = _loan(config, named)
+        if loan is not None:
+            undo.callback(loan.close)
+            if engine.memory is not None:
+                engine.memory.close()
+        region = _create_region(config, layout, engine_id, loan or engine.memory)
         undo.callback(_release_region, region)
-        primary = _primary(config, region, record_events=bool(engine.listener or config.events))
+        primary = _primary(config, region, loan, record_events=bool(engine.listener or config.events))
         undo.callback(primary.close)  # it holds the rows' memory
-        release_region = partial(_release_region_and_logs, region, logs)
-        side = EngineLifecycle(config, layout, region, primary, engine.release, release_region)
+        release_region = partial(_release_region_and_logs, region, loan, logs)
+        side = EngineLifecycle(config, named, region, primary, engine.release, release_region, loan)
         undo.callback(side.close_region)
         undo.callback(side.close_tiers, 0.0)
         side.write_start_line(engine.way_in)
@@ -197,9 +209,10 @@ def _copying(config: OffloadConfig, settings: CopySettings | None) -> CopySettin
 
 
 def _create_region(
-    config: OffloadConfig, layout: CacheLayout, engine_id: str, memory: EarlyMemory | None
+    config: OffloadConfig, layout: CacheLayout, engine_id: str, memory: EarlyMemory | PoolLoan | None
 ) -> OffloadRegion:
     primary = config.primary
+    capacity = memory.nbytes if isinstance(memory, PoolLoan) else primary.capacity
     if sys.platform != "linux":
         _log.warning(
             "no shared region on %s: ranks must run in this process, and tiers with 'io: thread'", sys.platform
@@ -210,7 +223,7 @@ def _create_region(
     return SharedOffloadRegion.create(
         engine_id,
         layout,
-        primary.capacity,
+        capacity,
         huge_pages=primary.huge_pages,
         numa_node=primary.numa_node,
         prefault=primary.prefault,
@@ -221,9 +234,24 @@ def _create_region(
     )
 
 
-def _primary(config: OffloadConfig, region: OffloadRegion, *, record_events: bool) -> CPUPrimaryTier:
-    return CPUPrimaryTier(
-        region.num_rows,
+def _loan(config: OffloadConfig, layout: CacheLayout) -> PoolLoan | None:
+    """Return the loan of the config's pool, if it names one; None, and a line in the log, where it cannot be had."""
+    primary = config.primary
+    if primary.pool is None:
+        return None
+    prefix = StorageNames.of_layout(config.namespace, layout).prefix
+    try:
+        return PoolLoan.take(primary.pool, prefix, layout, primary.start_deadline)
+    except StartError as error:
+        _log.warning("pool: %s; this engine's primary is its own, of %s", error, format_size(primary.capacity))
+    return None
+
+
+def _primary(
+    config: OffloadConfig, region: OffloadRegion, loan: PoolLoan | None, *, record_events: bool
+) -> CPUPrimaryTier:
+    make = partial(CPUPrimaryTier, region.num_rows) if loan is None else partial(PooledPrimaryTier, loan)
+    return make(
         region.row_stride,
         region.view,
         policy=config.primary.eviction,
@@ -240,8 +268,10 @@ def _release_region(region: OffloadRegion) -> None:
     _anonymous_regions.pop(region.engine_id, None)
 
 
-def _release_region_and_logs(region: OffloadRegion, logs: QueuedLogs) -> None:
+def _release_region_and_logs(region: OffloadRegion, loan: PoolLoan | None, logs: QueuedLogs) -> None:
     _release_region(region)
+    if loan is not None:
+        loan.close()
     logs.close()
 
 

@@ -21,6 +21,7 @@ from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
+from kvtiers.region.early_memory import LentMemory
 from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.managed.sealed_tier import SealedTier
 from kvtiers.secondary.placement import HostedRegion, TierHosts, host_count, share_of
@@ -47,6 +48,7 @@ class TierRows:
     map_bytes: int
     core_dumps: bool = False
     callers: Mapping[str, Any] | None = None
+    lender: LentMemory | None = None
 
 
 class TierSet:
@@ -160,7 +162,14 @@ class TierSet:
         if rows.fd is None:
             return None
         hosted = HostedRegion(
-            rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps, rows.callers
+            rows.fd,
+            rows.map_bytes,
+            len(rows.view),
+            rows.row_stride,
+            rows.sizes,
+            rows.core_dumps,
+            rows.callers,
+            rows.lender,
         )
         return TierHosts(
             hosted,

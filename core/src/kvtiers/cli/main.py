@@ -40,6 +40,7 @@ COMMANDS = {
     "metrics": Lazy(
         "kvtiers.cli.metrics:metrics", "Serve the figures of this machine's engines to Prometheus, or print them."
     ),
+    "pool": Lazy("kvtiers.cli.pool:pool", "Keep CPU memory that outlives its engine, so that a restart is warm."),
     "report": Lazy("kvtiers.cli.report:report", "Gather what a bug report needs, without secrets."),
     "ctl": Lazy("kvtiers.cli.ctl:ctl", "Command a running engine: switch, limit, attach, drain or clear its tiers."),
     "status": Lazy("kvtiers.cli.status:status", "Show the tiers of running engines, and whether they pay."),

@@ -88,6 +88,12 @@ class PrimaryConfig(StrictModel):
     """The CPU memory that all workers share."""
 
     capacity: Size = Field(gt=0, description="memory for chunks, all workers together")
+    pool: str | None = Field(
+        default=None,
+        pattern=r"^/.{1,105}$",
+        description="socket of a keeper on this machine ('kvtiers pool serve'), whose memory outlives the engine; its "
+        "size is the keeper's. Where there is none to be had, the engine has memory of its own, as without this",
+    )
     eviction: str = Field(
         default="lru",
         description="which chunk is evicted first: lru, arc, turn-hazard (of kvtiers-policies: learns when "

@@ -4,7 +4,7 @@ A chunk is *evictable* if it is ready, has no readers and is not a protected pro
 on to the policy, which sees nothing else of rows.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
@@ -101,6 +101,15 @@ class Residents:
         row_of.update(zip(missing, rows, strict=True))
         self.policy.access(offered, request_id, missing)
         return Allocation(missing, rows, evicted)
+
+    def adopt(self, found: Iterable[Sequence[tuple[OffloadKey, int]]]) -> None:
+        """Begin with these chunks in these rows, ready: a use each, the oldest first. Before any other call."""
+        for used in found:
+            keys = [key for key, _ in used]
+            self.row_of.update(used)
+            self.policy.access(keys, "", keys)
+            self.unlock(keys)
+        self.rows.adopt(self.row_of)
 
     def keep(self, keys: Sequence[OffloadKey], until: float, *, high: bool) -> None:
         """Keep these chunks, resident or not, until this time."""

@@ -13,7 +13,7 @@ A row stays leased until what leased it completes, so a completion by row is nev
 Completing a row that is not leased that way (a plan completed twice) changes nothing and is counted as ``misuse``.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kvtiers.api import OffloadKey
 
@@ -91,6 +91,16 @@ class RowTable:
             key_of[row] = key
         self.pending += len(rows)
         return rows
+
+    def adopt(self, row_of: Mapping[OffloadKey, int]) -> None:
+        """Begin with these chunks in these rows, ready and without readers. All rows count as used before."""
+        for key, row in row_of.items():
+            self.state[row] = 0
+            self._key_of[row] = key
+        self.idle = len(row_of)
+        if row_of:
+            self._next_fresh = self.num_rows
+            self._freed = [row for row in range(self.num_rows - 1, -1, -1) if self.state[row] == _FREE]
 
     def evict(self, rows: Sequence[int]) -> None:
         """Free these idle rows."""

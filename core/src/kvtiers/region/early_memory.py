@@ -6,13 +6,35 @@ populated in two to five seconds, which pass while the model loads, instead of b
 
 import contextlib
 import os
+from typing import Protocol
 
 from kvtiers.api import StartError
 from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, HugePages, PrefaultMode, create_memfd, detach_in_children
 from kvtiers.region.prefault import Prefault
 
-__all__ = ["EarlyMemory"]
+__all__ = ["EarlyMemory", "LentMemory"]
+
+
+class LentMemory(Protocol):
+    """Populated memory that outlives the region: whoever lends it is told which processes have it.
+
+    ``nbytes``: of the memfd.
+    """
+
+    nbytes: int
+
+    def take_rows(self) -> int:
+        """Return the memfd, by a descriptor of the caller's own."""
+
+    def watch(self, rank: int, pidfd: int) -> None:
+        """Take note of a process before it is given the memory: a rank, or (below -1) a tier host.
+
+        OSError: it is not to be given it.
+        """
+
+    def unwatch(self, rank: int) -> None:
+        """Take note that nothing of this process can touch a row any more."""
 
 
 class EarlyMemory:

@@ -14,7 +14,7 @@ from functools import partial
 from kvtiers.api import StartError
 from kvtiers.api.units import format_size
 from kvtiers.layout.cache_layout import CacheLayout
-from kvtiers.region.early_memory import EarlyMemory
+from kvtiers.region.early_memory import EarlyMemory, LentMemory
 from kvtiers.region.handshake import listen, plain_id
 from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import (
@@ -195,7 +195,7 @@ class SharedOffloadRegion(OffloadRegion):
         start_deadline: float = 60.0,
         world_size: int | None = None,
         core_dumps: bool = False,
-        memory: EarlyMemory | None = None,
+        memory: EarlyMemory | LentMemory | None = None,
     ) -> "SharedOffloadRegion":
         """Make the region, begin to let ranks in and to pre-fault, and return at once.
 
@@ -205,7 +205,8 @@ class SharedOffloadRegion(OffloadRegion):
         StartError, in one line, if the engine id is in use, the memory or the huge pages are not there, a row does
         not fit into ``capacity_bytes``, or this system has no memfd. ``world_size``: how many ranks to wait for, by
         default the layout's. ``core_dumps``: a core file of this process has the rows in it. ``memory``: created
-        earlier for this capacity and these options; the region takes ownership of it.
+        earlier for this capacity and these options; the region takes ownership of it. Of lent memory, which has its
+        pages already, the region is ready when the ranks have pinned it.
         """
         started = time.monotonic()
         where = f"region of engine {engine_id!r}"
@@ -215,8 +216,11 @@ class SharedOffloadRegion(OffloadRegion):
         with contextlib.ExitStack() as undo:
             listener = listen(engine_id)  # first: the error for a second engine of this id names the id, not memory
             undo.callback(listener.close)
-            if memory is not None:
+            lender: LentMemory | None = None
+            if isinstance(memory, EarlyMemory):
                 memfd, early = memory.take()
+            elif memory is not None:
+                lender, memfd, early = memory, memory.take_rows(), None
             else:
                 memfd, early = _make_memory(where, engine_id, map_bytes, huge_pages), None
             undo.callback(os.close, memfd)
@@ -225,10 +229,10 @@ class SharedOffloadRegion(OffloadRegion):
             used = num_rows * layout.row_stride
             mapping = map_memory(memfd, map_bytes, used, huge_pages, core_dumps=core_dumps)
             prefer_huge_pages(mapping)
-            if numa_node is not None and (trouble := bind_to_node(mapping, numa_node)):
+            if numa_node is not None and lender is None and (trouble := bind_to_node(mapping, numa_node)):
                 _log.warning("%s: %s", where, trouble)
-            ranks = RankTable(where, world_size or layout.world_size, settled_first=prefault == "all")
-            off = prefault == "off"
+            ranks = RankTable(where, world_size or layout.world_size, settled_first=bool(lender) or prefault == "all")
+            off = prefault == "off" or lender is not None
             name = f"kvtiers-{plain_id(engine_id)}"
             state = RegionState.create(f"{name}-state", num_rows, layout.row_stride, map_bytes)
             undo.callback(state.close)
@@ -238,7 +242,7 @@ class SharedOffloadRegion(OffloadRegion):
                 undo.callback(desks[rank].close)
             wanted = min(prefault_window, map_bytes) if prefault == "ahead" else map_bytes
             launch = None if off else partial(_start_prefault, memfd, map_bytes, page, numa_node, wanted, early)
-            server = AcceptThread(listener, memfd, layout, state, desks, ranks, launch, start_deadline)
+            server = AcceptThread(listener, memfd, layout, state, desks, ranks, launch, start_deadline, lender)
             server.start()
             undo.pop_all()
         server.timings["create"] = seconds = time.monotonic() - started

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvtiers._failures import logged_boundary
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
+from kvtiers.region.early_memory import LentMemory
 from kvtiers.region.handshake import FORMAT, Kind, peer_credentials, peer_pidfd
 from kvtiers.region.memfd import detach_in_children
 from kvtiers.region.prefault import STOP_SECONDS, Prefault
@@ -58,6 +59,7 @@ class AcceptThread:
         ranks: RankTable,
         start_prefault: Callable[[], Prefault] | None,
         start_deadline: float,
+        lender: LentMemory | None = None,
     ) -> None:
         self._listener = listener
         self._memfd = memfd
@@ -66,6 +68,7 @@ class AcceptThread:
         self._num_rows, self._row_stride, _ = state.shape
         self._desks = desks
         self._ranks = ranks
+        self._lender = lender
         self._start_prefault = start_prefault
         self._prefault: Prefault | None = None
         self._started = time.monotonic()
@@ -226,6 +229,7 @@ class AcceptThread:
             reason = self._objection(rank, hello)
             if not reason:
                 peer.pidfd = peer_pidfd(peer.sock)
+                reason = self._tell_lender(rank, peer)
         except ProcessLookupError:  # it has ended in the meantime
             self._forget(peer)
             return
@@ -253,6 +257,20 @@ class AcceptThread:
             socket.send_fds(peer.sock, [Kind.WELCOME.message()], fds)
         except OSError:  # it has hung up, and never had the memory
             self._lose(peer, has_gone=True)
+
+    def _tell_lender(self, rank: int, peer: _Peer) -> str:
+        """Let who lends the memory watch this rank's process; return why it cannot have the memory, "" if it can."""
+        if self._lender is None:
+            return ""
+        if peer.pidfd is None:
+            return "its process cannot be watched, and memory of a pool is lent to no other"
+        try:
+            self._lender.watch(rank, peer.pidfd)
+        except OSError as error:
+            os.close(peer.pidfd)
+            peer.pidfd = None
+            return f"the pool's keeper cannot be told of it: {error}"
+        return ""
 
     def _objection(self, rank: int, hello: dict[str, Any]) -> str:
         """Return why this HELLO's rank is refused, "" if it is not."""
@@ -299,6 +317,8 @@ class AcceptThread:
             self._ranks.lose(peer.rank)
         if has_gone:
             self._forget(peer)
+            if self._lender is not None:
+                self._lender.unwatch(peer.rank)
             self._ranks.forget(peer.rank)
 
     def _hang_up(self, peer: _Peer) -> None:
@@ -329,7 +349,10 @@ class AcceptThread:
             _log.warning("cannot start the pre-fault program, so rows are slower at their first use: %s", error)
             self._ranks.end_prefault(0, "")
         if self._prefault is None:
-            self._state.progress = Progress(0, prefault_ended=True)
+            if self._lender is not None:  # its memory is populated
+                self.populated_rows = self._num_rows
+                self._ranks.end_prefault(self._num_rows, "")
+            self._state.progress = Progress(self.populated_rows, prefault_ended=True)
             return
         self._watch(self._prefault, self._on_prefault)
         self._prefault.want(self._wanted_rows * self._row_stride)

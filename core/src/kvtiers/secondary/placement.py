@@ -19,6 +19,7 @@ from kvtiers.host.messages import Hello
 from kvtiers.host.wire import PROTOCOL_FORMAT, encode
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.early_memory import LentMemory
 from kvtiers.region.limits import usable_processors
 from kvtiers.secondary.host_client import HostClient
 from kvtiers.secondary.host_connection import HostConnection
@@ -50,6 +51,7 @@ class HostedRegion:
     sizes: Sequence[tuple[int, int]]
     core_dumps: bool = False
     callers: Mapping[str, Any] | None = None
+    lender: LentMemory | None = None
 
 
 class TierHosts:
@@ -77,7 +79,7 @@ class TierHosts:
         self._names = names
         self._said_once: deque[str] = deque(maxlen=_MOST_REMEMBERED)
         callers_fd = region.callers["fd"] if region.callers else None
-        self._launcher = HostLauncher(region.fd, () if callers_fd is None else (callers_fd,))
+        self._launcher = HostLauncher(region.fd, () if callers_fd is None else (callers_fd,), region.lender)
         self._links: dict[str, list[HostConnection]] = {}
         """By tier."""
 

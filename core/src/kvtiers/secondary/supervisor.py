@@ -15,8 +15,10 @@ What the host's stores have started is in its process group, and is killed when 
 """
 
 import contextlib
+import itertools
 import logging
 import math
+import os
 import queue
 import socket
 import threading
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from kvtiers._failures import error_text
 from kvtiers._process import hand_over, kill_unreaped, lifeline, spawn, wait_unreaped
+from kvtiers.region.early_memory import LentMemory
 
 if TYPE_CHECKING:
     import subprocess
@@ -99,11 +102,13 @@ class HostProcess:
 class HostLauncher:
     """The thread. ``region_fd`` is handed to every host and stays the caller's.
 
-    ``more_fds``: others that hosts get, whose presence the HELLO says.
+    ``more_fds``: others that hosts get, whose presence the HELLO says. ``lender``: of the memory, if it is lent.
     """
 
-    def __init__(self, region_fd: int, more_fds: Sequence[int] = ()) -> None:
+    def __init__(self, region_fd: int, more_fds: Sequence[int] = (), lender: LentMemory | None = None) -> None:
         self._region_fd = region_fd
+        self._lender = lender
+        self._numbers = itertools.count(-2, -1)  # for the lender; ranks have those from 0
         self._more_fds = more_fds
         self._hosts: list[HostProcess] = []
         self._requests: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -236,9 +241,18 @@ class HostLauncher:
 
     def _attend(self, host: HostProcess, life: HostLife, handover: socket.socket) -> None:
         """Hand the region over once the host asks for it, then wait for its end."""
-        with handover:
-            hand_over(handover, [self._region_fd, *self._more_fds])
+        number = next(self._numbers)
+        try:
+            with handover:
+                if self._lender is not None:  # a device may write for a host that has ended: its descriptors end last
+                    _watch(self._lender, number, life.process.pid)
+                hand_over(handover, [self._region_fd, *self._more_fds])
+        except OSError as error:
+            _log.warning("%s: its host gets no memory of the pool: %s", host.name, error)
+            _kill_if_running(life)
         self._wait(host, life)
+        if self._lender is not None:
+            self._lender.unwatch(number)
 
     def _wait(self, host: HostProcess, life: HostLife) -> None:
         wait_unreaped(life.process)
@@ -291,3 +305,11 @@ def _level(host: HostProcess) -> int:
 
 def _kill_if_running(life: HostLife) -> bool:
     return life.status is None and kill_unreaped(life.process)
+
+
+def _watch(lender: LentMemory, number: int, pid: int) -> None:
+    pidfd = os.pidfd_open(pid)
+    try:
+        lender.watch(number, pidfd)
+    finally:
+        os.close(pidfd)

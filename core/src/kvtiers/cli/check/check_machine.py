@@ -3,6 +3,7 @@
 Each check yields findings: ok, a warning (it runs, but worse) or an error (it does not run), each with its fix.
 """
 
+import contextlib
 import os
 import resource
 import socket
@@ -16,6 +17,7 @@ from kvtiers.cli.machine import Machine
 from kvtiers.config import OffloadConfig
 from kvtiers.layout.cache_layout import VALUE_ALIGN
 from kvtiers.plugins import load_tier
+from kvtiers.pool.loan import pool_figures
 from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem, read_text
 from kvtiers.region.memfd import HUGE_PAGE_BYTES
 from kvtiers.tracing.span_writer import otlp_exporter
@@ -37,6 +39,7 @@ def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
     """Return the findings about this machine and this config, the most important first."""
     checks = [
         _platform,
+        _pool,
         _capacity,
         _memory,
         _growth,
@@ -70,6 +73,23 @@ def _platform(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
             f"'io: process' needs Linux: these tiers run on threads of the engine's process: {names}",
             "write 'io: thread' in them",
         )
+
+
+def _pool(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    path = config.primary.pool
+    if path is None or not machine.is_linux:
+        return
+    try:
+        figures = pool_figures(path)
+    except StartError as error:
+        yield Finding(
+            "warning",
+            f"pool: {error}",
+            "else the engine has memory of its own, of primary.capacity, and a restart is cold",
+        )
+        return
+    holder = f"process {figures['engine']} has it" if figures["engine"] else "no engine has it"
+    yield Finding("ok", f"pool: {format_size(figures['bytes'])} at {path}, {figures['chunks']} chunks; {holder}")
 
 
 def _capacity(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
@@ -147,6 +167,10 @@ def _tracing(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # n
 
 def _memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     capacity = config.primary.capacity
+    if config.primary.pool is not None and machine.is_linux:
+        with contextlib.suppress(StartError):
+            if not pool_figures(config.primary.pool)["engine"]:
+                return  # the pool has it already
     if not machine.is_linux:
         total = machine.total_memory()
         if total is not None and capacity > total:

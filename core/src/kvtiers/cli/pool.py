@@ -1,0 +1,100 @@
+"""``kvtiers pool``: the keeper of a machine's pool, and what it says of itself."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from kvtiers.api import StartError
+from kvtiers.api.units import format_size, parse_size
+from kvtiers.pool.keeper import serve as serve_pool
+from kvtiers.pool.loan import pool_figures
+from kvtiers.region.memfd import HugePages
+
+__all__ = ["pool"]
+
+_SOCKET = "/run/kvtiers/pool.sock"
+_at = click.option(
+    "--socket", "path", default=_SOCKET, show_default=True, metavar="PATH", help="The keeper's Unix socket."
+)
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  kvtiers pool serve --size 256GiB             as a service, before the engines start
+  kvtiers pool status                          how full it is, and which engine has it
+
+An engine uses it with 'primary: {pool: /run/kvtiers/pool.sock}' in its config."""
+)
+def pool() -> None:
+    """Keep CPU memory that outlives its engine, so that a restart is warm."""
+
+
+@pool.command(
+    epilog="""\b
+The memory is populated at the start, and is there until this command ends and the last engine that has it
+has ended, too. A keeper that is started in the place of a killed one takes the memory over from its engine.
+Exit status: 0 after SIGTERM or Ctrl-C, 2 if the memory or the socket cannot be had."""
+)
+@click.option("--size", required=True, metavar="SIZE", help="Memory for chunks, as 256GiB.")
+@_at
+@click.option(
+    "--huge-pages",
+    type=click.Choice(get_args(HugePages)),
+    default="off",
+    show_default=True,
+    help="Huge pages, which the administrator has to reserve.",
+)
+def serve(size: str, path: str, huge_pages: HugePages) -> None:
+    """Hold a pool's memory, for one engine at a time, until SIGTERM."""
+    try:
+        nbytes = parse_size(size)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="'--size'") from None
+    if nbytes < 1:
+        raise click.BadParameter("expected at least a byte", param_hint="'--size'")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    serve_pool(Path(path), nbytes, huge_pages=huge_pages)
+
+
+@pool.command(
+    epilog="""\b
+Exit status: 0, or 2 if no keeper answers."""
+)
+@_at
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
+def status(path: str, as_json: bool) -> None:
+    """Show what the pool holds, and which engine has it."""
+    try:
+        figures = pool_figures(path)
+    except StartError as error:
+        raise StartError(f"pool: {error}") from None
+    click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(status_lines(figures)))
+
+
+def status_lines(figures: dict[str, Any]) -> list[str]:
+    """Return a keeper's figures in words."""
+    if not figures["populated"]:
+        return [f"{format_size(figures['bytes'])}, not populated yet"]
+    lines = [f"{format_size(figures['bytes'])} of memory, populated in {figures['populate_seconds']:.1f} s"]
+    if figures["holds"]:
+        rows = f"{figures['rows']} rows of {format_size(figures['row_bytes'])}"
+        lines.append(f"{figures['chunks']} chunks in {rows}, of {figures['holds'].rstrip('/')}")
+    if figures["checking"]:
+        lines.append("its rows are being checked")
+    elif not figures["engine"]:
+        lines.append("no engine has it")
+    elif figures["engine_connected"]:
+        lines.append(f"process {figures['engine']} has it")
+    else:
+        lines.append(f"process {figures['engine']} had it; {figures['watched']} of its processes have not ended yet")
+    lines += [f"process {pid} waits for it" for pid in figures["waiting"]]
+    lines.append(
+        f"{figures['published']} chunks published, {figures['published_late']} too late; "
+        f"{figures['checked']} checked after {figures['engines']} engines, {figures['damaged']} damaged"
+    )
+    return lines

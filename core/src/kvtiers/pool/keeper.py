@@ -1,0 +1,667 @@
+"""The keeper of a pool: the process that holds the memory, writes its index, and lends it to one engine at a time.
+
+::
+
+    no memory --> free --> lent --> burying --> checking --> free
+
+    burying    its engine's connection has ended; processes that had the memory have not yet
+    checking   all of them have; each row that an entry counts for is hashed again
+
+Who had the memory is told by the kernel: each loan is a descriptor of its own of the rows, with a lock on it that is
+there as long as any process has it open or mapped, ranks and tier hosts alike. A GPU's copies may go on a little
+longer, until the last descriptor of a dead rank is closed: so ranks, and the engine, are also watched by pidfd.
+
+One thread does everything but hashing. Killed in whatever instruction, it leaves memory that the next keeper can use:
+the engine brings it back.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvtiers.api import KvtiersError, OffloadKey, StartError
+from kvtiers.api.keys import group_of
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.seal import PayloadHash
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Shape, counting
+from kvtiers.pool.messages import (
+    POOL_FORMAT,
+    Figures,
+    Goodbye,
+    Hello,
+    Publish,
+    Refused,
+    Rename,
+    Report,
+    Request,
+    Status,
+    Unwatch,
+    Wait,
+    Watch,
+    Welcome,
+    decode_request,
+    receive,
+    send,
+)
+from kvtiers.region.early_memory import EarlyMemory
+from kvtiers.region.handshake import peer_credentials, peer_pidfd
+from kvtiers.region.limits import usable_processors
+from kvtiers.region.memfd import HugePages, Mapping, map_memory
+
+__all__ = ["Keeper", "listen"]
+
+_log = logging.getLogger("kvtiers.pool")
+HANDOVER_SECONDS = 2.0  # engines look for their next keeper more often, but for one whose interpreter is held
+_OTHER_MEMORY = "this keeper has other memory by now"
+_LOOK_SECONDS = 0.01  # how often a loan that nobody is known to hold is looked at
+_UNUSABLE = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, OSError, KvtiersError)
+"""What a message may raise, whatever is in it. It must not end the keeper."""
+_PAUSE_SECONDS = 0.005
+_PIECE_ROWS = 64  # hashed by a thread at a stretch
+_MOST_THREADS = 8
+_LOCK = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+_EXCLUSIVE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+def listen(path: Path) -> socket.socket:
+    """Return the keeper's listening socket, in the place of one that a dead keeper left; StartError if that is alive.
+
+    Only processes of this user can connect to it.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with _alone_in(path.parent), contextlib.closing(socket.socket(listener.family, listener.type)) as probe:
+            if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+            before = os.umask(0o177)
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(before)
+            listener.listen()
+    except OSError as error:
+        listener.close()
+        why = "another keeper serves there" if error.errno == errno.EADDRINUSE else error.strerror or error
+        raise StartError(f"pool: cannot serve at {path}: {why}") from None
+    listener.setblocking(False)
+    return listener
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other keeper is about to take a place in this folder."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+class _Rows:
+    """The rows' memfd, by a descriptor of the keeper's own, and the keeper's mapping of it, to read."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.mapping: Mapping = map_memory(fd, nbytes, nbytes, writable=False)
+
+    def lend(self) -> int:
+        """Return a descriptor that ``is_lent`` as long as any process has it, or a copy of it, open or mapped."""
+        loan = _open_again(self.fd, os.O_RDWR)
+        fcntl.fcntl(loan, fcntl.F_OFD_SETLK, _LOCK)
+        return loan
+
+    def is_lent(self) -> bool:
+        """Return whether any process has a descriptor of ``lend``."""
+        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _EXCLUSIVE)
+        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        self.mapping.close()
+        os.close(self.fd)
+
+
+def _is_readable(source: socket.socket | int) -> bool:
+    waiting = select.poll()  # not select.select: a keeper may have more than 1024 descriptors
+    waiting.register(source, select.POLLIN)
+    return bool(waiting.poll(0))
+
+
+def _open_again(fd: int, access: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
+
+
+class _Arena:
+    """What the rows hold at present: the layout of one model's chunks, index and plane."""
+
+    def __init__(self, shape: Shape, layout: CacheLayout, index: Index, plane: Plane) -> None:
+        self.shape = shape
+        self.layout = layout
+        self.index = index
+        self.plane = plane
+        self.names = StorageNames(shape.prefix, b"")
+
+    def payload_bytes(self, key: OffloadKey) -> int:
+        """Return how many bytes of a row this key's chunk has; 0 if it can be none of this layout."""
+        group = group_of(key) if 4 < len(key) <= LONGEST_KEY else len(self.layout.groups)
+        return self.layout.payload_bytes(group) if group < len(self.layout.groups) else 0
+
+    def close(self) -> None:
+        self.index.close()
+        self.plane.close()
+
+
+class _Peer:
+    """A connected process. ``pidfds``: by rank, -1 for the process itself; ``hello``: that of an engine."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock: socket.socket | None = sock
+        self.pid, self.uid = peer_credentials(sock)
+        self.pidfds: dict[int, int] = {}
+        self.hello: Hello | None = None
+        self.told: Wait | None = None
+
+
+class Keeper:
+    """Serves one pool until ``stop``. ``size``: bytes for rows, made and populated unless an engine brings some.
+
+    ``handover``: how many seconds an engine that has the memory of the keeper before this one has to bring it.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        size: int,
+        *,
+        huge_pages: HugePages = "off",
+        handover: float = HANDOVER_SECONDS,
+    ) -> None:
+        self._listener = listener
+        self._handover = handover
+        self._size = size
+        self._huge_pages: HugePages = huge_pages
+        self._early: EarlyMemory | None = None
+        self._rows: _Rows | None = None
+        self._arena: _Arena | None = None
+        self._engine: _Peer | None = None
+        self._checking: list[Future[list[int]]] = []
+        self._check_began = 0.0
+        self._peers: set[_Peer] = set()
+        self._waiting: list[_Peer] = []
+        self._stopping = False
+        self._threads = max(1, min(_MOST_THREADS, int(usable_processors()) // 2))
+        self._hashing = ThreadPoolExecutor(self._threads, "kvtiers-pool-hash")
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
+        self.counts = {"published": 0, "published_late": 0, "engines": 0, "checked": 0, "damaged": 0}
+        self.seconds = {"populate": 0.0, "check": 0.0}
+
+    def stop(self) -> None:
+        """End ``serve`` soon. From any thread, or a signal's handler."""
+        self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"x")
+
+    def _woken(self) -> None:
+        self._wake_reader.recv(4096)
+
+    def serve(self) -> None:
+        """Serve until ``stop``; StartError if there is no memory for the pool."""
+        self._watch(self._wake_reader, self._woken)
+        self._watch(self._listener, self._accept)
+        memory_from = time.monotonic() + self._handover
+        try:
+            while not self._stopping:
+                due = [_LOOK_SECONDS] if self._is_burying() else []
+                if self._rows is None and self._early is None:
+                    if (left := memory_from - time.monotonic()) <= 0:
+                        self._make_memory()
+                        continue
+                    due.append(left)
+                for key, _ in self._selector.select(min(due, default=None)):
+                    key.data()
+                self._bury()
+                self._end_check()
+                self._admit_next()
+        finally:
+            self._close()
+
+    def _watch(self, source: Any, callback: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, callback)
+
+    def _close(self) -> None:
+        for peer in list(self._peers):
+            self._forget(peer)
+        if self._early is not None:
+            self._early.close()
+        if self._arena is not None:
+            self._arena.close()
+        if self._rows is not None:
+            self._rows.close()
+        self._hashing.shutdown(cancel_futures=True)
+        for closable in (self._selector, self._wake_reader, self._wake_writer):
+            closable.close()
+
+    # The memory.
+
+    def _make_memory(self) -> None:
+        self._early = EarlyMemory(
+            "kvtiers-pool", self._size, huge_pages=self._huge_pages, prefault="all", window=self._size
+        )
+        if self._early.prefault is None:
+            self._take_memory()
+        else:
+            self._watch(self._early.prefault, self._on_populated)
+
+    def _on_populated(self) -> None:
+        assert self._early is not None
+        prefault = self._early.prefault
+        assert prefault is not None
+        descriptor = prefault.fileno()
+        prefault.read()
+        if not prefault.ended:
+            return
+        self._selector.unregister(descriptor)
+        self.seconds["populate"] = prefault.seconds
+        if prefault.error:
+            raise StartError(f"pool: its memory cannot be populated: {prefault.error}; lower --size, or make room")
+        self._take_memory()
+        _log.info("pool: %d bytes populated in %.1f s (%s)", self._size, prefault.seconds, prefault.method)
+
+    def _take_memory(self) -> None:
+        assert self._early is not None
+        fd, _ = self._early.take()
+        self._rows = _Rows(fd, self._early.nbytes)
+
+    def _adopt(self, shape: Shape, layout: CacheLayout, fds: Sequence[int]) -> str:
+        """Take over what an engine brings back of another keeper; return why not, "" if it is done."""
+        if len(fds) != 3:
+            return "it brings no memory"
+        if self._rows is not None or self._early is not None:
+            if self._rows is not None and self._engine is not None and os.path.sameopenfile(self._rows.fd, fds[0]):
+                self._hear_out(self._engine)
+                self._rename(shape.prefix)
+                return ""
+            if self._engine is not None or self.counts["engines"]:
+                return _OTHER_MEMORY
+            self._drop_memory()  # made a moment ago, and lent to nobody: that of an engine is worth more
+        rows, index, plane = fds
+        with contextlib.ExitStack() as undo:
+            found = Index(_open_again(index, os.O_RDWR), shape, writable=True)
+            undo.callback(found.close)
+            uses = Plane(_open_again(plane, os.O_RDWR), shape.num_rows, writable=False)
+            undo.callback(uses.close)
+            nbytes = os.fstat(rows).st_size
+            if shape.num_rows * shape.row_stride > nbytes:
+                return "its memory is smaller than its rows"
+            self._rows = _Rows(_open_again(rows, os.O_RDWR), nbytes)
+            self._arena = _Arena(shape, layout, found, uses)
+            undo.pop_all()
+        _log.info("pool: took over %d bytes that the engine brought back", nbytes)
+        return ""
+
+    def _hear_out(self, peer: _Peer) -> None:
+        """Take all that a peer has sent, and close its connection; its processes are watched on."""
+        while peer.sock is not None and _is_readable(peer.sock):
+            self._hear(peer)
+        self._hang_up(peer)
+
+    def _drop_memory(self) -> None:
+        if self._early is not None:
+            if self._rows is None and self._early.prefault is not None:
+                self._selector.unregister(self._early.prefault.fileno())
+            self._early.close()
+            self._early = None
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+
+    def _rename(self, prefix: str) -> None:
+        arena = self._arena
+        assert arena is not None
+        if prefix != arena.shape.prefix:
+            shape = arena.shape._replace(prefix=prefix)
+            arena.index.rename(shape)
+            self._arena = _Arena(shape, arena.layout, arena.index, arena.plane)
+
+    def _set_arena(self, shape: Shape, layout: CacheLayout) -> None:
+        if not shape.num_rows:
+            raise StartError(f"the pool has no room for a row of {shape.row_stride} bytes")
+        if self._arena is not None and self._arena.shape == shape:
+            return
+        if self._arena is not None:
+            _log.info("pool: %s is asked for, so %s is forgotten", shape.prefix, self._arena.shape.prefix)
+            self._arena.close()
+            self._arena = None
+        self._arena = _Arena(shape, layout, Index.create(shape), Plane.create(shape.num_rows))
+
+    # Engines come.
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it has gone, or there is no descriptor to be had: the next look is as soon as there is one
+            time.sleep(_PAUSE_SECONDS)
+            return
+        sock.setblocking(False)
+        peer = _Peer(sock)
+        self._peers.add(peer)
+        if peer.uid != os.geteuid():
+            self._refuse(peer, f"the pool's keeper runs as user id {os.geteuid()}, this process as {peer.uid}")
+        else:
+            self._watch(sock, lambda: self._hear(peer))
+
+    def _hear(self, peer: _Peer) -> None:
+        if peer.sock is None:  # its end was seen a moment before
+            return
+        fds: list[int] = []
+        try:
+            data, fds = receive(peer.sock)
+            if data:
+                self._do(peer, decode_request(data), fds)
+            else:
+                self._hang_up(peer)
+        except BlockingIOError:
+            return
+        except _UNUSABLE as error:
+            self._refuse(peer, f"what it sent cannot be used: {error}")
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _do(self, peer: _Peer, message: Request, fds: list[int]) -> None:
+        match message:
+            case Status():
+                self._tell(peer, Figures(self.figures()))
+            case Hello() if peer.hello is None:
+                self._greet(peer, message, fds)
+            case Goodbye() if peer.hello is not None:
+                self._unwatch(peer, -1)
+            case Watch(rank) if peer is self._engine and len(fds) == 1:
+                self._watch_process(peer, rank, fds.pop())
+            case Unwatch(rank) if peer is self._engine:
+                self._unwatch(peer, rank)
+            case Publish(rows, editions, keys) if peer is self._engine:
+                self._publish(rows, editions, keys)
+            case Rename(prefix) if peer is self._engine:
+                self._rename(prefix)
+            case _:
+                self._refuse(peer, "it sent a message out of place")
+
+    def _greet(self, peer: _Peer, hello: Hello, fds: Sequence[int]) -> None:
+        if hello.format != POOL_FORMAT:
+            self._refuse(
+                peer, f"its format is {hello.format}, the keeper's {POOL_FORMAT}; run the same kvtiers in both"
+            )
+            return
+        peer.hello = hello
+        assert peer.sock is not None
+        try:
+            pidfd = peer_pidfd(peer.sock)
+        except ProcessLookupError:  # it has ended already
+            self._hang_up(peer)
+            return
+        if pidfd is None:
+            self._refuse(peer, "its process cannot be watched from here: Linux 6.5, or one PID namespace, is needed")
+            return
+        self._watch_process(peer, -1, pidfd)
+        if not hello.holds:
+            self._waiting.append(peer)
+            return
+        layout = CacheLayout.from_json(hello.layout)
+        fds, pidfds = fds[:3], fds[3:]
+        shape = Shape(os.fstat(fds[0]).st_size // layout.row_stride if fds else 0, layout.row_stride, hello.prefix)
+        if why := self._adopt(shape, layout, fds):
+            self._refuse(peer, why)
+            return
+        if self._engine is None:
+            self.counts["engines"] += 1
+        else:  # the same memory, so the same engine, by another connection
+            for rank, fd in self._engine.pidfds.items():
+                self._selector.unregister(fd)
+                os.close(fd) if rank in peer.pidfds else self._watch_process(peer, rank, fd)
+            self._engine.pidfds.clear()
+            self._peers.discard(self._engine)
+        for rank, pidfd in zip(hello.watched, pidfds, strict=False):
+            self._watch_process(peer, rank, os.dup(pidfd))
+        self._engine = peer
+        self._welcome(peer, ())
+
+    def _admit_next(self) -> None:
+        while self._waiting and self._rows is not None and self._engine is None and not self._checking:
+            peer = self._waiting.pop(0)
+            if peer.sock is not None:
+                self._admit(peer, self._rows)
+        for peer in self._waiting:
+            self._tell_to_wait(peer)
+
+    def _tell_to_wait(self, peer: _Peer) -> None:
+        holder = self._engine
+        if holder is not None:
+            wait = Wait(f"process {holder.pid} has its memory", ends=holder.sock is None and -1 not in holder.pidfds)
+        else:
+            wait = Wait("its rows are being checked" if self._checking else "it is not populated yet", ends=True)
+        if wait != peer.told and peer.sock is not None:
+            peer.told = wait
+            self._tell(peer, wait)
+
+    def _admit(self, peer: _Peer, rows: _Rows) -> None:
+        assert peer.hello is not None
+        try:
+            layout = CacheLayout.from_json(peer.hello.layout)
+            shape = Shape(rows.nbytes // layout.row_stride, layout.row_stride, peer.hello.prefix)
+            self._set_arena(shape, layout)
+            loan = rows.lend()
+        except _UNUSABLE as error:
+            self._refuse(peer, f"its layout cannot be used: {error}")
+            return
+        assert self._arena is not None
+        self._engine = peer
+        self.counts["engines"] += 1
+        with contextlib.ExitStack() as closing:
+            closing.callback(os.close, loan)
+            index = _open_again(self._arena.index.fd, os.O_RDONLY)
+            closing.callback(os.close, index)
+            self._welcome(peer, (loan, index, self._arena.plane.fd))
+
+    def _welcome(self, peer: _Peer, fds: Sequence[int]) -> None:
+        assert self._arena is not None
+        assert self._rows is not None
+        assert peer.sock is not None
+        shape = self._arena.shape
+        try:
+            send(peer.sock, Welcome(shape.num_rows, shape.row_stride, self._rows.nbytes), fds)
+        except OSError:  # it has given up, and never had the memory by this connection
+            if fds:
+                self._engine = None
+                self.counts["engines"] -= 1
+            self._hang_up(peer)
+
+    def _tell(self, peer: _Peer, report: Report, fds: Sequence[int] = ()) -> None:
+        assert peer.sock is not None
+        with contextlib.suppress(OSError):  # its end is seen when it is read, and its process's end by pidfd
+            send(peer.sock, report, fds)
+
+    def _refuse(self, peer: _Peer, reason: str) -> None:
+        _log.warning("pool: refused process %d: %s", peer.pid, reason)
+        if peer.sock is not None:
+            self._tell(peer, Refused(reason))
+            self._hang_up(peer)
+
+    # Engines go.
+
+    def _watch_process(self, peer: _Peer, rank: int, pidfd: int) -> None:
+        if (before := peer.pidfds.pop(rank, None)) is not None:
+            self._selector.unregister(before)
+            os.close(before)
+        peer.pidfds[rank] = pidfd
+        self._watch(pidfd, lambda: self._on_exit(peer, rank))
+
+    def _unwatch(self, peer: _Peer, rank: int) -> None:
+        if (pidfd := peer.pidfds.pop(rank, None)) is not None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+
+    def _on_exit(self, peer: _Peer, rank: int) -> None:
+        pidfd = peer.pidfds.get(rank)
+        if pidfd is None or not _is_readable(pidfd):
+            return  # of the process that was this rank before, and seen a moment before
+        if rank == -1:
+            self._hear_out(peer)  # what it sent before its end is true
+        self._unwatch(peer, rank)
+
+    def _hang_up(self, peer: _Peer) -> None:
+        """Close a process's connection. One that has the memory is watched on, until it and its ranks have ended."""
+        if peer.sock is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(peer.sock)
+            peer.sock.close()
+            peer.sock = None
+        if peer is not self._engine:
+            self._forget(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        if peer in self._waiting:
+            self._waiting.remove(peer)
+        self._peers.discard(peer)
+        if peer.sock is not None:
+            peer.sock.close()
+            peer.sock = None
+        for pidfd in peer.pidfds.values():
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+        peer.pidfds.clear()
+
+    def _is_burying(self) -> bool:
+        engine = self._engine
+        return engine is not None and engine.sock is None and not engine.pidfds
+
+    def _bury(self) -> None:
+        """Take the memory back once no process has it, and nothing is under way to it; check what is in it."""
+        if self._is_burying() and self._rows is not None and not self._rows.is_lent():
+            engine, self._engine = self._engine, None
+            assert engine is not None
+            self._forget(engine)
+            self._begin_check()
+
+    # Rows.
+
+    def _publish(self, rows: list[int], editions: list[int], keys: list[bytes]) -> None:
+        arena = self._arena
+        assert arena is not None
+        if not len(rows) == len(editions) == len(keys) or not all(0 <= row < arena.shape.num_rows for row in rows):
+            raise ValueError("rows that there are not")
+        plane, index = arena.plane, arena.index
+        told = [
+            (row, edition, key)
+            for row, edition, key in zip(rows, editions, keys, strict=True)
+            if edition and plane.edition(row) == edition and arena.payload_bytes(key)
+        ]
+        digests = self._hashed([(row, key) for row, _, key in told])
+        for (row, edition, key), digest in zip(told, digests, strict=True):
+            if plane.edition(row) == edition:  # else its bytes may have changed while they were hashed
+                index.write(row, edition, key, digest)
+                self.counts["published"] += 1
+        self.counts["published_late"] += len(rows) - len(told)
+
+    def _begin_check(self) -> None:
+        """Begin to hash all rows whose entries count, on threads: nobody else has the memory meanwhile."""
+        arena = self._arena
+        assert arena is not None
+        self._check_began = time.monotonic()
+        rows = counting(arena.index, arena.plane)
+        self.counts["checked"] += len(rows)
+        pieces = [rows[at : at + _PIECE_ROWS] for at in range(0, len(rows), _PIECE_ROWS)] or [[]]
+        self._checking = [self._hashing.submit(self._damaged_of, piece) for piece in pieces]
+        for each in self._checking:
+            each.add_done_callback(lambda _: self._wake())
+
+    def _damaged_of(self, rows: list[int]) -> list[int]:
+        assert self._arena is not None
+        index = self._arena.index
+        return [row for row in rows if self._hash((row, index.key(row))) != index.digest(row)]
+
+    def _end_check(self) -> None:
+        """Forget the rows whose bytes are others, once all have been hashed."""
+        if not self._checking or not all(each.done() for each in self._checking):
+            return
+        damaged = [row for each in self._checking for row in each.result()]
+        assert self._arena is not None
+        for row in damaged:
+            self._arena.index.void(row)
+        self._checking = []
+        self.counts["damaged"] += len(damaged)
+        self.seconds["check"] = seconds = time.monotonic() - self._check_began
+        level = logging.WARNING if damaged else logging.INFO
+        _log.log(level, "pool: its rows were checked in %.2f s, %d of them damaged", seconds, len(damaged))
+
+    def _hashed(self, chunks: Sequence[tuple[int, OffloadKey]]) -> list[bytes]:
+        if len(chunks) < 2 or self._threads == 1:
+            return [self._hash(chunk) for chunk in chunks]
+        return list(self._hashing.map(self._hash, chunks, chunksize=-(-len(chunks) // (4 * self._threads))))
+
+    def _hash(self, chunk: tuple[int, OffloadKey]) -> bytes:
+        """Return the hash of a row's chunk, as its seal in a store has it: over storage name and payload."""
+        arena, rows = self._arena, self._rows
+        assert arena is not None
+        assert rows is not None
+        row, key = chunk
+        at = row * arena.shape.row_stride
+        whole = PayloadHash(arena.names.name(key))
+        whole.update(rows.mapping.view[at : at + arena.payload_bytes(key)])
+        return whole.digest()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what ``kvtiers pool status`` shows."""
+        arena, engine = self._arena, self._engine
+        return {
+            "bytes": self._rows.nbytes if self._rows is not None else self._size,
+            "populated": self._rows is not None,
+            "checking": bool(self._checking),
+            "rows": arena.shape.num_rows if arena is not None else 0,
+            "row_bytes": arena.shape.row_stride if arena is not None else 0,
+            "chunks": len(counting(arena.index, arena.plane)) if arena is not None else 0,
+            "holds": arena.shape.prefix if arena is not None else "",
+            "engine": engine.pid if engine is not None else 0,
+            "engine_connected": engine is not None and engine.sock is not None,
+            "watched": len(engine.pidfds) if engine is not None else 0,
+            "waiting": [peer.pid for peer in self._waiting],
+            **self.counts,
+            **{f"{name}_seconds": round(seconds, 3) for name, seconds in self.seconds.items()},
+        }
+
+
+def serve(path: Path, size: int, *, huge_pages: HugePages = "off") -> None:
+    """Serve a pool at this path until SIGTERM or SIGINT; StartError, in one line, if it cannot be."""
+    listener = listen(path)
+    place = path.stat()
+    keeper = Keeper(listener, size, huge_pages=huge_pages)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: keeper.stop())
+    with contextlib.suppress(OSError):
+        os.nice(5)  # hashing gives way to engines
+    try:
+        keeper.serve()
+    finally:
+        with contextlib.suppress(OSError):  # before another keeper can take the place
+            if os.path.samestat(path.stat(), place):
+                path.unlink()
+        listener.close()

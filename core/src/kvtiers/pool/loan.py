@@ -1,0 +1,361 @@
+"""The loan of a pool's memory, as its engine has it, and a thread that talks to the keeper.
+
+The engine's thread writes the plane and puts what it publishes into a queue; it never waits for the keeper. Where the
+keeper has ended, all goes on but publishing: the thread looks for the next keeper, brings it the memory, and publishes
+what the index does not have.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtiers._failures import logged_boundary
+from kvtiers.api import OffloadKey, StartError
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Shape, residents
+from kvtiers.pool.messages import (
+    POOL_FORMAT,
+    Figures,
+    Goodbye,
+    Hello,
+    Publish,
+    Refused,
+    Rename,
+    Request,
+    Status,
+    Unwatch,
+    Wait,
+    Watch,
+    Welcome,
+    decode_report,
+    receive,
+    send,
+)
+from kvtiers.region.handshake import peer_credentials
+from kvtiers.region.memfd import detach_in_children
+
+__all__ = ["PoolLoan", "is_served", "pool_figures"]
+
+_log = logging.getLogger("kvtiers.pool")
+_LOOK_SECONDS = 0.25  # how often a loan sees whether its keeper is there, or looks for the next one
+_SEND_SECONDS = 5.0  # a keeper that takes nothing for so long counts as ended
+_MOST_ROWS = 256  # of one message, which is 30 KiB then
+_IN_USE_SECONDS = 10.0
+_STOP_SECONDS = 5.0
+
+
+def _connect(path: str, timeout: float) -> socket.socket:
+    """Return a socket connected to the keeper; StartError, in one line, if there is none, or one of another user."""
+    sock = None
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(timeout)
+        sock.connect(path)
+        _, uid = peer_credentials(sock)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        why = error.strerror or error
+        raise StartError(f"no keeper serves at {path}: {why}; start one: kvtiers pool serve") from None
+    if uid != os.geteuid():
+        sock.close()
+        raise StartError(f"the keeper at {path} runs as user id {uid}, this process as {os.geteuid()}")
+    return sock
+
+
+def is_served(path: str) -> bool:
+    """Return whether a keeper serves at this path."""
+    try:
+        _connect(path, _SEND_SECONDS).close()
+    except StartError:
+        return False
+    return True
+
+
+def pool_figures(path: str, timeout: float = _SEND_SECONDS) -> dict[str, Any]:
+    """Return the keeper's figures; StartError, in one line, if there is none, or one of another format."""
+    with contextlib.closing(_connect(path, timeout)) as sock:
+        try:
+            send(sock, Status())
+            report = decode_report(receive(sock)[0])
+        except (OSError, ValueError) as error:
+            raise StartError(f"the keeper at {path} gives no answer that can be read: {error}") from None
+    if isinstance(report, Figures):
+        return report.figures
+    raise StartError(f"the keeper at {path} gives no figures: {report}")
+
+
+def _welcome(sock: socket.socket, deadline: float) -> tuple[Welcome, list[int]]:
+    """Return the keeper's WELCOME and its three descriptors; StartError says why there is none in time."""
+    until = time.monotonic() + min(_IN_USE_SECONDS, deadline)
+    why = "the keeper did not answer in time"
+    while (left := until - time.monotonic()) > 0:
+        sock.settimeout(left)
+        try:
+            message, fds = receive(sock)
+        except TimeoutError:
+            break
+        match decode_report(message):
+            case Wait(reason, ends):
+                why = f"{reason}, for longer than this start can wait"
+                until = max(until, time.monotonic() + deadline) if ends else until
+            case Welcome() as welcome if len(fds) == 3:
+                return welcome, fds
+            case Refused(reason):
+                raise StartError(reason)
+            case _:
+                raise StartError("the keeper's answer is out of place, or there is no descriptor for it to be had")
+    raise StartError(why)
+
+
+def _give_up(sock: socket.socket) -> None:
+    """Close a connection to the keeper, which may have lent the memory just now."""
+    with contextlib.suppress(OSError):
+        sock.settimeout(0)
+        send(sock, Goodbye())
+    sock.close()
+
+
+class PoolLoan:
+    """A pool's memory, as one engine has it until ``close``. Made by ``take``.
+
+    ``renew``, ``use`` and ``publish`` are for the engine's thread, ``watch`` and ``unwatch`` for the one that admits
+    ranks.
+    """
+
+    def __init__(self, path: str, hello: Hello, sock: socket.socket, welcome: Welcome, fds: Sequence[int]) -> None:
+        self._path = path
+        self._hello = hello
+        self._sock: socket.socket | None = sock
+        self.num_rows = welcome.num_rows
+        self.nbytes = welcome.map_bytes
+        shape = Shape(welcome.num_rows, welcome.row_stride, hello.prefix)
+        rows, index, plane = fds
+        with contextlib.ExitStack() as undo:
+            self._rows = os.dup(rows)
+            undo.callback(os.close, self._rows)
+            self._index = Index(os.dup(index), shape, writable=False)
+            undo.callback(self._index.close)
+            self._plane = Plane(os.dup(plane), shape.num_rows, writable=True)
+            undo.pop_all()
+        self._sealed: dict[int, tuple[int, OffloadKey]] = {}
+        self._watched: dict[int, int] = {}
+        self._refused_at = 0
+        """The socket of a keeper that has other memory: it is not asked again."""
+        self._sending = threading.Lock()
+        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtiers-pool", daemon=True)
+        detach_in_children(self)
+        self._thread.start()
+
+    @classmethod
+    def take(cls, path: str, prefix: str, layout: CacheLayout, deadline: float) -> "PoolLoan":
+        """Ask the keeper for its memory, for chunks whose names have this prefix, and of this layout.
+
+        Waits for the engine before this one to end, ``deadline`` seconds at most, and 10 s for one that is at work.
+        StartError says in one line why there is no memory to be had.
+        """
+        hello = Hello(POOL_FORMAT, prefix, layout.to_json())
+        sock = _connect(path, _SEND_SECONDS)
+        fds: list[int] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(_give_up, sock)
+            try:
+                send(sock, hello)
+                welcome, fds = _welcome(sock, deadline)
+                sock.settimeout(_SEND_SECONDS)
+                loan = cls(path, hello, sock, welcome, fds)
+            except (OSError, ValueError) as error:
+                raise StartError(f"the pool's keeper gives no answer that can be used: {error}") from None
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            undo.pop_all()
+        return loan
+
+    # The region's.
+
+    def take_rows(self) -> int:
+        """Return a descriptor of the rows, the caller's own."""
+        return os.dup(self._rows)
+
+    def watch(self, rank: int, pidfd: int) -> None:
+        """Let the keeper wait for the end of this rank's process, too; OSError if it cannot be told. Waits for it.
+
+        Before the process has the memory: what was sent counts, also after a ``kill -9``.
+        """
+        with self._sending:
+            if (before := self._watched.pop(rank, None)) is not None:
+                os.close(before)
+            self._watched[rank] = os.dup(pidfd)
+            try:
+                if self._sock is not None:
+                    send(self._sock, Watch(rank), [pidfd])
+            except ConnectionError as error:  # the next keeper, which has the memory from here only, is told
+                self._lose(error)
+
+    def unwatch(self, rank: int) -> None:
+        """Record that nothing of this rank touches a row any more."""
+        with self._sending:  # and not by the queue: another process of this rank may be watched at once
+            if (pidfd := self._watched.pop(rank, None)) is None:
+                return
+            os.close(pidfd)
+            try:
+                if self._sock is not None:
+                    send(self._sock, Unwatch(rank))
+            except OSError as error:
+                self._lose(error)
+
+    # The primary's.
+
+    def residents(self) -> Iterator[list[tuple[OffloadKey, int]]]:
+        """Yield the chunks that are there, with their rows, as ``memory.residents`` says."""
+        return residents(self._index, self._plane)
+
+    def renew(self, rows: Sequence[int]) -> None:
+        """Begin another edition of these rows, which are about to be written to."""
+        self._plane.renew(rows)
+
+    def renew_all(self) -> None:
+        """Begin another edition of all rows."""
+        self._plane.renew_all()
+
+    def use(self, rows: Sequence[int]) -> None:
+        """Record that these rows, in the order of a prefix, were used now."""
+        self._plane.use(rows)
+
+    def publish(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        """Let the next engine find these chunks. Never waits."""
+        if not self._thread.is_alive():  # nobody would take it
+            return
+        edition = self._plane.edition
+        for at in range(0, len(rows), _MOST_ROWS):
+            some = list(rows[at : at + _MOST_ROWS])
+            self._queue.put(Publish(some, list(map(edition, some)), list(keys[at : at + _MOST_ROWS])))
+
+    def rename(self, prefix: str) -> None:
+        """Let all chunks from now on have names with this prefix; those before are found by nobody."""
+        self._queue.put(Rename(prefix))
+
+    def close(self) -> None:
+        """Give the memory back, after the engine has unmapped it: the keeper has all that was published by then."""
+        self._queue.put(Goodbye())
+        self._queue.put(None)
+        self._thread.join(_STOP_SECONDS)
+        self.detach()
+        self._index.close()
+        self._plane.close()
+
+    def detach(self) -> None:
+        """Close all descriptors, as in a forked child."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        for fd in (self._rows, *self._watched.values()):
+            if fd >= 0:
+                os.close(fd)
+        self._rows = -1
+        self._watched = {}
+        self._index.detach()
+        self._plane.detach()
+
+    # The thread.
+
+    def _run(self) -> None:
+        with logged_boundary(_log, "the pool's thread ended"):
+            look_at = time.monotonic() + _LOOK_SECONDS
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    message = self._queue.get(timeout=max(0.0, look_at - time.monotonic()))
+                    if message is None:
+                        return
+                    self._note(message)
+                    self._send(message)
+                if time.monotonic() >= look_at:  # of a busy engine, too: the next keeper waits for a moment only
+                    if not self._is_connected():
+                        self._find_keeper()
+                    look_at = time.monotonic() + _LOOK_SECONDS
+
+    def _note(self, message: Request) -> None:
+        match message:
+            case Publish(rows, editions, keys):
+                told = zip(rows, editions, keys, strict=True)
+                self._sealed |= {row: (number, key) for row, number, key in told if len(key) <= LONGEST_KEY}
+            case Rename(prefix):
+                self._sealed.clear()
+                self._hello = Hello(POOL_FORMAT, prefix, self._hello.layout)
+
+    def _send(self, message: Request) -> None:
+        with self._sending:
+            if self._sock is None:
+                return
+            try:
+                send(self._sock, message)
+            except OSError as error:
+                self._lose(error)
+
+    def _lose(self, why: object) -> None:
+        _log.warning("pool: its keeper has ended (%s): chunks are used, but not kept for the next engine", why)
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _is_connected(self) -> bool:
+        with self._sending:
+            if self._sock is None:
+                return False
+            try:
+                self._sock.settimeout(0)
+                message, _ = receive(self._sock)
+                self._lose(decode_report(message) if message else "its connection is closed")
+            except BlockingIOError:
+                return True
+            except (OSError, ValueError) as error:
+                self._lose(error)
+            finally:
+                if self._sock is not None:
+                    self._sock.settimeout(_SEND_SECONDS)
+            return False
+
+    def _find_keeper(self) -> None:
+        """Bring the memory to the next keeper, but for one that has refused it; publish what it does not have."""
+        try:
+            place = Path(self._path).stat().st_ino
+            if place == self._refused_at:
+                return
+            sock = _connect(self._path, _SEND_SECONDS)
+        except (StartError, OSError):
+            return
+        try:
+            with self._sending:  # no process gets the memory meanwhile
+                watched = list(self._watched)
+                hello = Hello(POOL_FORMAT, self._hello.prefix, self._hello.layout, holds=True, watched=watched)
+                pidfds = [self._watched[rank] for rank in watched]
+                send(sock, hello, [self._rows, self._index.fd, self._plane.fd, *pidfds])
+                report = decode_report(receive(sock)[0])
+                self._sock = sock if isinstance(report, Welcome) else None
+            if isinstance(report, Refused):
+                _log.warning("pool: the next keeper does not take the memory: %s", report.reason)
+                self._refused_at = place
+        except (OSError, ValueError) as error:
+            _log.debug("pool: the next keeper cannot be reached: %s", error)
+        if self._sock is None:
+            sock.close()
+            return
+        _log.info("pool: another keeper has taken over its memory")
+        self._publish_again()
+
+    def _publish_again(self) -> None:
+        has, now = self._index.editions, self._plane.editions
+        self._sealed = {row: told for row, told in self._sealed.items() if now[row] == told[0]}
+        missing = [(row, *told) for row, told in self._sealed.items() if has[row] != told[0]]
+        for at in range(0, len(missing), _MOST_ROWS):
+            rows, numbers, keys = zip(*missing[at : at + _MOST_ROWS], strict=True)
+            self._send(Publish(list(rows), list(numbers), list(keys)))
