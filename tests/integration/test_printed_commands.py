@@ -34,7 +34,7 @@ DOCUMENTS = sorted(
 )  # fmt: skip
 RUN = ("check", "completion", "evaluate", "new-tier", "plan", "replay", "report", "size", "store", "tiers",
        "vllm-config")  # fmt: skip
-TO_AN_ENGINE = ("ctl", "metrics", "status", "top", "warm")
+TO_AN_ENGINE = ("ctl", "metrics", "pool", "status", "top", "warm")
 ALL = RUN + TO_AN_ENGINE
 SAYS_NO = {
     # What the reader has who prints these lines.
@@ -42,6 +42,7 @@ SAYS_NO = {
     "warm --from fs --config": "has no values of this engine's fingerprint",
     "ctl clear --fingerprint": "nothing was changed",
     "ctl clear --tenant": "has no 'tenants'",
+    "pool status": "no keeper serves at",
 }
 FENCED = re.compile(r"^```(?:sh|bash|console|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(kvtiers [^`\n]+)`")
@@ -253,7 +254,7 @@ def succeeds(line, arguments):
 
 def goes_on(arguments):
     """Return whether a command goes on until it is interrupted."""
-    return arguments == ["top"] or arguments[:2] == ["metrics", "--listen"]
+    return arguments == ["top"] or arguments[:2] in (["metrics", "--listen"], ["pool", "serve"])
 
 
 @pytest.mark.parametrize("line", [line for line in CASES if line.split()[1] not in TO_AN_ENGINE], ids=id_of)

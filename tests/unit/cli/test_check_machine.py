@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.pool_rig import KeeperThread
 
 from kvtiers.api import Finding, StartError
 from kvtiers.cli.check.check_machine import examine
@@ -301,3 +302,17 @@ def test_a_recording_is_tried_before_the_first_request_has_ended(machine, tmp_pa
         (finding,) = examined(folder / "trace.jsonl")
         assert finding.level == "warning"
         assert finding.text == f"record: {folder} is no folder; the engine runs, and nothing is recorded"
+
+
+def test_a_pool_that_is_to_be_had_is_named_and_one_that_is_not_with_the_reason(machine, tmp_path):
+    path = tmp_path / "pool.sock"
+    (finding,) = bad(examine(config(pool=str(path)), machine()))
+    assert (finding.level, finding.text.partition(": No such")[0]) == ("warning", f"pool: no keeper serves at {path}")
+    assert "memory of its own" in finding.fix
+    keeper = KeeperThread(path, 1 << 20)
+    try:
+        findings = examine(config(pool=str(path)), machine())
+    finally:
+        keeper.stop()
+    assert Finding("ok", f"pool: 1MiB at {path}, 0 chunks; no engine has it") in findings
+    assert not bad(findings)

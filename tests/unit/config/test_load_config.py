@@ -41,8 +41,8 @@ def test_what_is_left_out_has_the_documented_defaults():
     assert (config.lookup_wait, config.load_wait, config.clean_reserve) == (0.02, "auto", 0.05)
     assert config.start_wait == 1.0
     assert config.primary.model_dump(exclude={"capacity"}) == {
-        "eviction": "lru", "huge_pages": "off", "numa_node": None, "prefault": "ahead", "prefault_window": 32 << 30,
-        "pin_share": 0.1, "pin_piece": 0.002, "start_deadline": 60.0,
+        "pool": None, "eviction": "lru", "huge_pages": "off", "numa_node": None, "prefault": "ahead",
+        "prefault_window": 32 << 30, "pin_share": 0.1, "pin_piece": 0.002, "start_deadline": 60.0,
         "core_dumps": False,
     }  # fmt: skip
     assert config.budgets.model_dump() == {

@@ -1,0 +1,159 @@
+"""Whole engines in a pool: managers, ranks and tiers, one after the other."""
+
+import contextlib
+import logging
+
+import numpy as np
+import pytest
+from tests.pool_rig import LAYOUT, PAYLOAD, KeeperThread, chain, payload, wait_until
+
+import kvtiers
+from kvtiers.api import StartError
+from kvtiers.config import load_config
+from kvtiers.region.early_memory import EarlyMemory
+from kvtiers.runtime import EngineFacts, begin_memory
+from kvtiers.types import BlockSpec, PromptGroup, RequestContext
+
+KEYS = chain(1, 8)
+CHUNKS = np.stack([np.frombuffer(payload(key), np.uint8) for key in KEYS])
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    running = KeeperThread(tmp_path / "pool.sock", 1 << 20)
+    yield running
+    running.stop()
+
+
+@contextlib.contextmanager
+def running(config, layout=LAYOUT, **options):
+    """An engine of one rank: its manager, its worker and its only KV tensor."""
+    manager = kvtiers.open_manager(config, layout, **options)
+    tensor = np.zeros((16, PAYLOAD), np.uint8)
+    worker = kvtiers.open_worker(config, layout, [tensor], engine_id=manager.engine_id)
+    try:
+        manager.wait_ready(30)
+        yield manager, worker, tensor
+    finally:
+        worker.shutdown()
+        manager.shutdown(10)
+
+
+def config(keeper, *tiers, **more):
+    primary = {"capacity": "512KiB", **({} if keeper is None else {"pool": str(keeper.path)})}
+    return {
+        "version": 1,
+        "primary": primary,
+        "secondary": list(tiers),
+        "lookup_wait": "60s",
+        "load_wait": "60s",
+        **more,
+    }
+
+
+def copy(worker, submit, *what):
+    submit(1, *what)
+    worker.wait([1])
+    (result,) = worker.get_finished()
+    assert result.success, result.error
+
+
+def store(manager, worker, tensor):
+    """Store the chunks, wait until they are in the tiers, too."""
+    tensor[:8] = CHUNKS
+    context = RequestContext("stores")
+    plan = manager.prepare_store(KEYS, context)
+    copy(worker, worker.submit_store, BlockSpec(np.arange(8), (8,), (0,)), plan.chunk_ids)
+    manager.complete_store(plan)
+    manager.on_request_finished(context)
+    step_until(manager, lambda: not manager.has_pending_work())
+
+
+def step_until(manager, done):
+    def stepped():
+        manager.on_schedule_end()
+        return done()
+
+    wait_until(stepped, "nothing came of it")
+
+
+def load(manager, worker, tensor):
+    """Load the chunks, from wherever they are, and compare each byte."""
+    context = RequestContext("loads")
+    prompt, tokens = [PromptGroup(KEYS)], manager.tokens_per_chunk[0]
+    step_until(manager, lambda: manager.reach(prompt, context).in_chunks(tokens).ready == 8)
+    plan = manager.prepare_load(KEYS, context)
+    copy(worker, worker.submit_load, plan.chunk_ids, BlockSpec(np.arange(8), (8,), (0,)))
+    manager.complete_load(plan)
+    manager.on_request_finished(context)
+    assert (tensor[:8] == CHUNKS).all()
+
+
+def is_published(keeper):
+    wait_until(lambda: keeper.figures()["chunks"] == 8, "it is not published")
+
+
+def test_an_engine_loads_what_the_one_before_it_stored(keeper):
+    with running(config(keeper)) as engine:
+        store(*engine)
+        is_published(keeper)
+    with running(config(keeper)) as engine:
+        load(*engine)
+        assert engine[0].stats()["primary"]["rows"] == (1 << 20) // LAYOUT.row_stride
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_chunks_that_a_tier_brought_are_there_for_the_next_engine(keeper, tmp_path, io):
+    tier = {"type": "fs", "path": str(tmp_path / "fs"), "capacity": "16MiB", "min_free": 0, "io": io, "required": True}
+    with running(config(None, tier)) as engine:
+        store(*engine)
+    with running(config(keeper, tier)) as engine:
+        load(*engine)
+        assert engine[0].stats()["tiers"]["fs"]["loaded_chunks"] == 8
+        is_published(keeper)
+    with running(config(keeper)) as engine:
+        load(*engine)
+
+
+def test_other_weights_and_unknown_ones_find_nothing(keeper):
+    with running(config(keeper)) as engine:
+        store(*engine)
+        engine[0].set_weights_version("w2")
+        store(*engine)
+        is_published(keeper)
+    with running(config(keeper)) as (manager, _, _):
+        assert manager.stats()["primary"]["evictable_rows"] == 0, "these are the weights of before"
+    unknown = LAYOUT.from_json(LAYOUT.to_json().replace('"w1"', '""'))
+    for _ in range(2):
+        with running(config(keeper), unknown) as engine:
+            assert engine[0].stats()["primary"]["evictable_rows"] == 0
+            store(*engine)
+
+
+@pytest.mark.parametrize("what", ["absent", "at work"])
+def test_where_the_pool_is_not_to_be_had_the_engine_has_memory_of_its_own(keeper, monkeypatch, caplog, what):
+    monkeypatch.setattr("kvtiers.pool.loan._IN_USE_SECONDS", 0.1)
+    path = keeper.path if what == "at work" else keeper.path.with_name("nobody.sock")
+    settings = config(keeper)
+    settings["primary"]["pool"] = str(path)
+    with contextlib.ExitStack() as stack:
+        if what == "at work":
+            stack.enter_context(running(config(keeper)))
+        engine = stack.enter_context(running(settings))
+        store(*engine)
+        load(*engine)
+        assert engine[0].stats()["primary"]["rows"] == (512 << 10) // LAYOUT.row_stride
+    (line,) = [record for record in caplog.records if "this engine's primary is its own, of 512KiB" in record.message]
+    assert line.levelno == logging.WARNING
+
+
+def test_memory_is_prepared_ahead_only_where_there_is_no_keeper(keeper):
+    assert begin_memory(load_config(config(keeper)), "x") is None
+    settings = config(keeper)
+    settings["primary"]["pool"] += "-not"
+    memory = begin_memory(load_config(settings), "x")
+    assert isinstance(memory, EarlyMemory)
+    with running(config(keeper), engine=EngineFacts(memory=memory)) as engine:  # it came meanwhile
+        assert engine[0].stats()["primary"]["rows"] == (1 << 20) // LAYOUT.row_stride
+    with pytest.raises(StartError, match="released or used"):
+        memory.take()

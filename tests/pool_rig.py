@@ -1,0 +1,316 @@
+"""Engines and keepers for tests of a pool: all that an engine finds is compared with what belongs to its key."""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from kvtiers.api import make_offload_key
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.pool import keeper as keeper_module
+from kvtiers.pool import loan as loan_module
+from kvtiers.pool.keeper import Keeper, listen
+from kvtiers.pool.loan import PoolLoan, pool_figures
+from kvtiers.pool.memory import Index, Plane
+from kvtiers.primary.pooled import PooledPrimaryTier
+from kvtiers.region.memfd import map_memory
+
+PAYLOAD = 4000
+LAYOUT = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, PAYLOAD),))
+PREFIX = StorageNames.of_layout("default", LAYOUT).prefix
+PATIENCE = 60.0
+
+
+def wait_until(condition, what):
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.002)
+
+
+def chain(prompt, count):
+    """The keys of a prompt's chunks."""
+    return [make_offload_key(hashlib.sha256(b"%d/%d" % (prompt, i)).digest(), 0) for i in range(count)]
+
+
+def payload(key):
+    return hashlib.shake_128(key).digest(PAYLOAD)
+
+
+class WrongBytesError(AssertionError):
+    """A row held other bytes than those of the chunk that it was found for."""
+
+
+class PoolEngine:
+    """The primary of an engine without ranks, tiers or requests, in a pool."""
+
+    def __init__(self, path, *, policy="lru", layout=LAYOUT, prefix=PREFIX, deadline=PATIENCE):
+        self.loan = PoolLoan.take(str(path), prefix, layout, deadline)
+        self._rows = self.loan.take_rows()
+        stride = layout.row_stride
+        self._mapping = map_memory(self._rows, self.loan.nbytes, self.loan.num_rows * stride)
+        self.tier = PooledPrimaryTier(self.loan, stride, self._mapping.view, policy=policy)
+
+    def row(self, row):
+        at = row * self.tier.row_stride
+        return self._mapping.view[at : at + PAYLOAD]
+
+    def fill(self, keys, rows):
+        """Write chunks as a copy does: not at once."""
+        for key, row in zip(keys, rows, strict=True):
+            whole, view = payload(key), self.row(row)
+            view[: PAYLOAD // 2] = whole[: PAYLOAD // 2]
+            view[PAYLOAD // 2 :] = whole[PAYLOAD // 2 :]
+
+    def store(self, keys):
+        """Store chunks; return their rows."""
+        allocation = self.tier.prepare_store(keys, "a request")
+        self.fill(allocation.keys, allocation.rows)
+        self.tier.complete_store(allocation.rows, True)
+        return allocation.rows
+
+    def load(self, keys):
+        """Load the leading chunks that are there; return how many. WrongBytesError if one is not what it was."""
+        count = self.tier.ready_run(keys)
+        if rows := self.tier.prepare_load(keys[:count], "a request") or []:
+            self.compare(keys[:count], rows)
+            self.tier.complete_load(rows)
+        return count
+
+    def compare(self, keys, rows):
+        for key, row in zip(keys, rows, strict=True):
+            if bytes(self.row(row)) != payload(key):
+                raise WrongBytesError(f"row {row}")
+
+    def check(self):
+        """Compare all chunks that are there; return how many."""
+        self.compare(*zip(*self.tier._row_of.items(), strict=True)) if self.tier._row_of else None
+        return len(self.tier._row_of)
+
+    def is_published(self):
+        """Whether the index has all chunks that are readable here."""
+        has, now = self.loan._index.editions, self.loan._plane.editions
+        return all(has[row] == now[row] for row in self.tier._row_of.values() if self.tier._rows.state[row] >= 0)
+
+    def live(self, chance):
+        """Do one thing that an engine does."""
+        keys = chain(chance.randrange(60), chance.randrange(20, 90))
+        what = chance.random()
+        if what < 0.005:
+            self.tier.reset_cache()
+        elif what < 0.02:
+            self.tier.forget(keys)
+        elif what < 0.2:  # a promotion, of which not all lands
+            allocation = self.tier.prepare_write(keys, "a request", reserve_rows=10)
+            if allocation is not None and allocation.rows:
+                landed = allocation.keys[: chance.randrange(len(allocation.keys) + 1)]
+                self.fill(landed, allocation.rows[: len(landed)])
+                self.tier.complete_write(allocation.rows, False, landed, protects=False)
+        else:
+            rest = keys[self.load(keys) :]
+            allocation = self.tier.prepare_store(rest, "a request") if rest else None
+            if allocation is not None:
+                self.fill(allocation.keys, allocation.rows)
+                self.tier.complete_store(allocation.rows, chance.random() > 0.1)
+
+    def close(self):
+        self.tier.close()
+        self._mapping.close()
+        os.close(self._rows)
+        self.loan.close()
+
+
+class KeeperThread:
+    """A keeper in this process."""
+
+    def __init__(self, path, size, handover=0.0):
+        self.path = path
+        self._listener = listen(path)
+        self.keeper = Keeper(self._listener, size, handover=handover)
+        self._thread = threading.Thread(target=self.keeper.serve)
+        self._thread.start()
+
+    def figures(self):
+        return pool_figures(str(self.path))
+
+    def stop(self):
+        self.keeper.stop()
+        self._thread.join(PATIENCE)
+        self.path.unlink(missing_ok=True)
+        self._listener.close()
+
+
+class Forks:
+    """A process that forks keepers and engines, so that each starts in a moment, and reports their process ids."""
+
+    def __init__(self, bug=""):
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(PATIENCE)
+        self._forks = []
+        with theirs:
+            command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), bug]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+
+    def start(self, *words):
+        """Fork what ``main`` does with these words."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._requests, [" ".join(map(str, words)).encode()], [theirs.fileno()])
+        self._forks.append(Fork(int(self._requests.recv(100)), ours))
+        return self._forks[-1]
+
+    def close(self):
+        for fork in self._forks:
+            fork.end()
+        self._requests.close()
+        self._process.wait(PATIENCE)
+
+
+class Fork:
+    """A forked process, which writes a byte for each thing that it has done."""
+
+    def __init__(self, pid, sock):
+        self.pid = pid
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # killed by now, and reaped
+            self._pidfd, writer = os.pipe()  # readable, as a pidfd is then
+            os.close(writer)
+        self._sock = sock
+        sock.settimeout(PATIENCE)
+
+    def wait_for(self, count):
+        """Wait until it has done so much more."""
+        while count > 0 and (told := self._sock.recv(count)):
+            assert b"!" not in told, "it has found wrong bytes, or has raised"
+            count -= len(told)
+
+    def publish(self):
+        """Have an engine wait until all it has is published, and go on; return whether it says so."""
+        self._sock.sendall(b"?")
+        while (told := self._sock.recv(1)) == b".":
+            pass
+        self._sock.sendall(b".")
+        return told == b"="
+
+    @property
+    def has_ended(self):
+        return bool(select.select([self._pidfd], [], [], 0)[0])
+
+    def kill(self):
+        assert b"!" not in self.end(), "it has found wrong bytes, or has raised"
+
+    def end(self):
+        """Kill it; return what it had written."""
+        if self._sock.fileno() < 0:
+            return b""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        select.select([self._pidfd], [], [], PATIENCE)
+        told = b""
+        with contextlib.suppress(OSError):
+            while more := self._sock.recv(1 << 16):
+                told += more
+        self._sock.close()
+        os.close(self._pidfd)
+        return told
+
+
+def _keep(sock, path, size, handover, kill_at):
+    """Be a keeper, which is killed before the so many-th line of the pool's code that it executes (0: never)."""
+    left = int(kill_at)
+
+    def line(frame, event, argument):
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return line
+
+    def call(frame, event, argument):
+        return line if "/kvtiers/pool/" in frame.f_code.co_filename else None
+
+    listener = listen(Path(path))
+    keeper = Keeper(listener, int(size), handover=float(handover))
+    if left:
+        sys.settrace(call)
+    sock.sendall(b".")
+    keeper.serve()
+
+
+def _live(sock, path, policy, seed):
+    """Be an engine until killed; at a byte from the test, publish all there is, answer, and go on at another one."""
+    engine, chance = PoolEngine(path, policy=policy), random.Random(seed)
+    engine.check()
+    while True:
+        engine.live(chance)
+        sock.sendall(b".")
+        if select.select([sock], [], [], 0)[0]:
+            if not sock.recv(1):
+                return
+            wait_until(engine.is_published, "it is not published")
+            engine.check()
+            sock.sendall(b"=")
+            sock.recv(1)
+
+
+def _write_edition_first(index, row, edition, key, digest):
+    write, zero = Index.__dict__["right_write"], index.void
+    index.editions[row] = edition
+    index.void = lambda row: None
+    write(index, row, edition, key, digest)
+    index.void = zero
+
+
+def plant(bug):
+    """Let the processes that are forked have a bug."""
+    if bug == "rows are leased without a word":
+        Plane.renew = lambda plane, rows: None if plane.edition(rows[0] if rows else 0) else right_renew(plane, rows)
+    elif bug == "the edition comes first":
+        Index.right_write, Index.write = Index.write, _write_edition_first
+
+
+right_renew = Plane.renew
+
+
+def main():
+    """Fork on request."""
+    plant(sys.argv[2])
+    loan_module._LOOK_SECONDS = keeper_module._LOOK_SECONDS = 0.002
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for _ in itertools.count():
+        data, fds, _, _ = socket.recv_fds(requests, 4096, 1)
+        if not data:
+            return
+        pid = os.fork()
+        if pid:
+            os.close(fds[0])
+            requests.send(b"%d" % pid)
+            continue
+        requests.close()
+        sock = socket.socket(fileno=fds[0])
+        what, *rest = data.decode().split()
+        try:
+            {"keep": _keep, "live": _live}[what](sock, *rest)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                sock.sendall(b"!")
+            raise
+        finally:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

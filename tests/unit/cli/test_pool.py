@@ -1,0 +1,96 @@
+"""The command ``kvtiers pool``: a keeper in a process of its own, and what it says of itself."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tests.pool_rig import LAYOUT, PoolEngine, chain, wait_until
+
+from kvtiers.cli.main import cli
+from kvtiers.cli.pool import status_lines
+from kvtiers.pool.loan import is_served
+
+
+@pytest.fixture
+def serving(tmp_path):
+    """Start a keeper of one MiB at the given path; all end with the test."""
+    running = []
+
+    def start(path):
+        command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "pool", "serve", "--size", "1MiB"]
+        running.append(subprocess.Popen([*command, "--socket", str(path)], stderr=subprocess.PIPE, text=True))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def run(*words):
+    return CliRunner().invoke(cli, ["pool", *map(str, words)])
+
+
+def test_a_keeper_serves_until_sigterm_and_leaves_nothing(serving, tmp_path):
+    path = tmp_path / "pool.sock"
+    keeper = serving(path)
+    wait_until(lambda: is_served(str(path)), "it does not serve")
+    wait_until(lambda: "populated in" in run("status", "--socket", path).output, "it is not populated")
+    engine = PoolEngine(path)
+    engine.store(chain(1, 3))
+    wait_until(engine.is_published, "it is not published")
+    lines = run("status", "--socket", path).output.splitlines()
+    assert re.fullmatch(r"1MiB of memory, populated in \d+\.\d s", lines[0])
+    assert lines[1].startswith(f"3 chunks in {(1 << 20) // LAYOUT.row_stride} rows of 4KiB, of default/m-")
+    assert lines[2:] == [
+        f"process {os.getpid()} has it",
+        "3 chunks published, 0 too late; 0 checked after 1 engines, 0 damaged",
+    ]
+    assert json.loads(run("status", "--socket", path, "--json").output)["chunks"] == 3
+    engine.close()
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(60) == 0
+    assert not list(Path(tmp_path).iterdir())
+
+
+def test_a_second_keeper_at_the_same_place_is_refused_in_a_line(serving, tmp_path):
+    path = tmp_path / "pool.sock"
+    serving(path)
+    wait_until(lambda: is_served(str(path)), "it does not serve")
+    second = serving(path)
+    assert second.wait(60) == 2
+    assert second.stderr.read() == f"error: pool: cannot serve at {path}: another keeper serves there\n"
+
+
+@pytest.mark.parametrize("size", ["much", "0", "-1GiB"])
+def test_a_size_that_is_none_is_refused(size):
+    found = run("serve", "--size", size)
+    assert found.exit_code == 2
+    assert "--size" in found.output
+
+
+def test_without_a_keeper_the_status_is_one_line(tmp_path):
+    found = run("status", "--socket", tmp_path / "nobody.sock")
+    assert found.exit_code == 2
+    assert "error: pool: no keeper serves at" in found.output
+
+
+def test_a_status_says_what_is_waited_for():
+    figures = {
+        "bytes": 1 << 30, "populated": True, "checking": False, "populate_seconds": 0.25, "holds": "", "engine": 7,
+        "engine_connected": False, "watched": 2, "waiting": [8, 9], "published": 0, "published_late": 0,
+        "checked": 0, "engines": 1, "damaged": 0,
+    }  # fmt: skip
+    assert status_lines(figures)[1:4] == [
+        "process 7 had it; 2 of its processes have not ended yet",
+        "process 8 waits for it",
+        "process 9 waits for it",
+    ]
+    assert status_lines({**figures, "checking": True})[1] == "its rows are being checked"
+    assert status_lines({**figures, "populated": False}) == ["1GiB, not populated yet"]

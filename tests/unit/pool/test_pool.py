@@ -1,0 +1,505 @@
+"""A pool: what the next engine finds, what it never finds, and who gets the memory when."""
+
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, wait_until
+
+from kvtiers.api import StartError
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.pool import loan as loan_module
+from kvtiers.pool.keeper import Keeper, listen
+from kvtiers.pool.loan import PoolLoan, is_served, pool_figures
+from kvtiers.pool.memory import Index, Plane, Shape, residents
+from kvtiers.testing.running import descriptors_left_since, open_descriptors
+
+ROWS = 100
+SIZE = ROWS * LAYOUT.row_stride
+KEYS = chain(1, 30)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "pool.sock"
+
+
+@pytest.fixture
+def keeper(path):
+    running = KeeperThread(path, SIZE)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    monkeypatch.setattr(loan_module, "_LOOK_SECONDS", 0.002)
+
+
+def stored(path, *keys):
+    """An engine that has stored these prompts, all of it published."""
+    engine = PoolEngine(path)
+    for prompt in keys:
+        engine.store(prompt)
+    wait_until(engine.is_published, "it is not published")
+    return engine
+
+
+def test_the_next_engine_finds_every_chunk_in_its_row_and_byte(path, keeper):
+    engine = stored(path, KEYS, chain(2, 40))
+    rows = dict(engine.tier._row_of)
+    engine.close()
+    engine = PoolEngine(path)
+    assert engine.tier._row_of == rows
+    assert engine.tier.adopted == engine.check() == 70
+    assert engine.tier.evictable == 70
+    assert engine.tier.free_rows == ROWS - 70
+    engine.close()
+    wait_until(lambda: keeper.figures()["checked"] == 140, "the memory is not taken back")
+    assert keeper.figures() | {"engine": 0, "engines": 2, "damaged": 0} == keeper.figures()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_chunks_leave_in_the_order_of_their_last_use_whichever_engine_that_was(path, keeper, policy):
+    engine = stored(path, chain(1, 30), chain(2, 30), chain(3, 30))
+    engine.load(chain(1, 30))
+    engine.close()
+    engine = PoolEngine(path, policy=policy)
+    assert engine.tier.coldest(60) == [*chain(2, 30)[::-1], *chain(3, 30)[::-1]]
+    engine.store(chain(4, 40))
+    assert engine.load(chain(1, 30)) == 30
+    assert engine.load(chain(2, 30)) == 0
+    engine.close()
+
+
+def test_events_name_what_was_there_at_the_start(path, keeper):
+    stored(path, KEYS).close()
+    engine = PoolEngine(path)
+    (event,) = engine.tier.take_events()
+    assert (set(event.keys), event.removed) == (set(KEYS), False)
+    engine.close()
+
+
+def test_a_row_that_is_being_written_to_is_nobodys(path, keeper):
+    engine = stored(path, chain(1, 100))
+    allocation = engine.tier.prepare_store(chain(2, 10), "writes")
+    engine.fill(chain(3, 10), allocation.rows)  # something else, and it never ends
+    engine.close()
+    engine = PoolEngine(path)
+    assert engine.check() == 90
+    assert engine.load(chain(2, 10)) == 0
+    engine.close()
+
+
+def test_a_chunk_that_was_evicted_is_found_as_long_as_its_bytes_are_there_and_once(path, keeper):
+    engine = stored(path, chain(1, 60))
+    engine.tier._chunks._evict(60, [], "nobody")
+    engine.store(chain(1, 20))  # in other rows, or in the same
+    wait_until(engine.is_published, "it is not published")
+    engine.close()
+    engine = PoolEngine(path)
+    assert engine.load(chain(1, 60)) == engine.check()
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["reset_cache", "forget"])
+def test_what_an_engine_was_told_to_forget_is_not_found(path, keeper, what):
+    engine = stored(path, KEYS)
+    engine.tier.reset_cache() if what == "reset_cache" else engine.tier.forget(KEYS)
+    engine.close()
+    engine = PoolEngine(path)
+    assert engine.tier.chunks == 0
+    engine.close()
+
+
+def test_a_chunk_whose_bytes_have_changed_is_not_found(path, keeper, caplog):
+    engine = stored(path, KEYS)
+    engine.row(engine.tier._row_of[KEYS[7]])[123] ^= 1
+    with caplog.at_level(logging.WARNING):
+        engine.close()
+        engine = PoolEngine(path)
+    assert set(engine.tier._row_of) == set(KEYS) - {KEYS[7]}
+    assert keeper.figures()["damaged"] == 1, "before the next engine got it"
+    assert "1 of them damaged" in caplog.text
+    engine.close()
+
+
+def test_a_row_that_is_leased_again_while_it_is_hashed_is_not_published(path, monkeypatch):
+    """The planted bug is the keeper that looks at the edition before hashing alone."""
+    hashed = Keeper._hashed
+
+    def slow(keeper, chunks):
+        digests = hashed(keeper, chunks)
+        if not keeper.counts["published"]:
+            engine.loan.renew([row for row, _ in chunks[:5]])
+        return digests
+
+    monkeypatch.setattr(Keeper, "_hashed", slow)
+    keeper = KeeperThread(path, SIZE)
+    engine = PoolEngine(path)
+    rows = engine.store(KEYS)
+    wait_until(lambda: keeper.figures()["published"] == 25, "it is not published")
+    assert keeper.figures()["chunks"] == 25
+    assert [engine.loan._index.editions[row] for row in rows[:5]] == [0] * 5
+    engine.close()
+    keeper.stop()
+
+
+def test_chunks_of_other_weights_and_of_another_layout_are_not_found(path, keeper):
+    engine = stored(path, KEYS)
+    engine.tier.reset_cache()
+    engine.loan.rename(PREFIX.replace("default", "other"))
+    engine.store(chain(2, 10))
+    wait_until(engine.is_published, "it is not published")
+    engine.close()
+    engine = PoolEngine(path)
+    assert engine.tier.chunks == 0
+    engine.store(KEYS)
+    engine.close()
+    large = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, 8000),))
+    engine = PoolEngine(path, layout=large, prefix="default/large-1/")
+    assert (engine.tier.num_rows, engine.tier.chunks) == (ROWS // 2, 0)
+    engine.close()
+
+
+def test_an_engine_waits_for_a_check_as_long_as_its_start_may_take_and_is_lent_nothing_once_it_has_given_up(
+    path, monkeypatch
+):
+    hashed, slow = Keeper._damaged_of, threading.Event()
+
+    def damaged_of(keeper, rows):
+        slow.wait(60)
+        return hashed(keeper, rows)
+
+    monkeypatch.setattr(Keeper, "_damaged_of", damaged_of)
+    keeper = KeeperThread(path, SIZE)
+    stored(path, KEYS).close()
+    wait_until(lambda: keeper.figures()["checking"], "it does not check")
+    with pytest.raises(StartError, match="its rows are being checked, for longer than this start can wait"):
+        PoolEngine(path, deadline=2)
+    slow.set()
+    engine = PoolEngine(path)
+    assert engine.check() == 30
+    assert keeper.figures()["engines"] == 2
+    engine.close()
+    keeper.stop()
+
+
+def test_who_gives_up_just_when_it_is_lent_the_memory_has_it_no_longer(path, keeper, monkeypatch):
+    def refused(*_):
+        raise StartError("it has given up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PoolLoan, "__init__", refused)
+        with pytest.raises(StartError, match="given up"):
+            PoolEngine(path)
+    engine = PoolEngine(path, deadline=5)
+    assert keeper.figures()["engines"] == 2
+    engine.close()
+
+
+def test_an_engine_waits_for_the_one_before_it_and_not_for_one_at_work(path, keeper, monkeypatch):
+    monkeypatch.setattr(loan_module, "_IN_USE_SECONDS", 0.2)
+    engine = stored(path, KEYS)
+    with pytest.raises(StartError, match=f"process {os.getpid()} has its memory"):
+        PoolEngine(path)
+    rows = engine.loan.take_rows()  # another process, as it were
+    engine.close()
+    wait_until(lambda: not keeper.figures()["watched"], "it waits for a process")
+    figures = keeper.figures()
+    assert (figures["engine"], figures["engine_connected"]) == (os.getpid(), False)
+    with pytest.raises(StartError, match="has its memory"):
+        PoolEngine(path, deadline=0.1)
+    os.close(rows)
+    engine = PoolEngine(path)
+    assert engine.check() == 30
+    engine.close()
+
+
+def test_memory_is_taken_back_after_the_last_rank_has_ended(path, keeper):
+    engine = stored(path, KEYS)
+    rank = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    gone = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    for number, process in enumerate((rank, gone)):
+        pidfd = os.pidfd_open(process.pid)
+        engine.loan.watch(number, pidfd)
+        os.close(pidfd)
+    engine.loan.unwatch(1)
+    engine.close()
+    wait_until(lambda: keeper.figures()["watched"] == 1, "it waits for others, or for none")
+    assert keeper.figures()["checked"] == 0, "its copies may go on"
+    rank.send_signal(signal.SIGKILL)
+    wait_until(lambda: keeper.figures()["checked"] == 30, "the memory is not taken back")
+    for process in (rank, gone):
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_leaves_and_comes_back_is_watched(path, keeper):
+    engine = stored(path, KEYS)
+    ranks = [subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) for _ in range(20)]
+    for rank in ranks:
+        pidfd = os.pidfd_open(rank.pid)
+        engine.loan.unwatch(0)
+        engine.loan.watch(0, pidfd)
+        os.close(pidfd)
+    for rank in ranks[:-1]:
+        rank.kill()
+        rank.wait()
+    engine.close()
+    wait_until(lambda: keeper.figures()["watched"] == 1, "the last one is not watched")
+    assert keeper.figures()["checked"] == 0
+    ranks[-1].kill()
+    ranks[-1].wait()
+    wait_until(lambda: keeper.figures()["checked"] == 30, "the memory is not taken back")
+
+
+def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of_the_next(path, keeper):
+    engine = stored(path, KEYS)
+    (peer,) = [peer for peer in keeper.keeper._peers if peer is keeper.keeper._engine]
+    keeper.keeper._on_exit(peer, -1)  # as by an event of a descriptor that has been closed since
+    assert keeper.figures()["watched"] == 1
+    engine.close()
+
+
+def test_an_engine_that_lost_a_keeper_which_lives_comes_back_to_it_by_another_connection(path, keeper):
+    engine = stored(path, KEYS)
+    for _ in range(200):
+        engine.loan.publish(KEYS, [engine.tier._row_of[key] for key in KEYS])
+    wait_until(engine.loan._queue.empty, "it is not sent")
+    engine.loan._lose("it took nothing for too long")
+    wait_until(lambda: engine.loan._sock is not None, "it does not come back")
+    engine.store(chain(2, 10))
+    wait_until(engine.is_published, "it is not published")
+    assert keeper.figures() | {"engines": 1, "watched": 1, "engine_connected": True} == keeper.figures()
+    wait_until(lambda: len(keeper.keeper._peers) == 1, "its first connection is held")
+    engine.close()
+
+
+def test_memory_that_was_made_meanwhile_and_lent_to_nobody_is_given_up_for_an_engines(path):
+    keeper = KeeperThread(path, SIZE)
+    engine = stored(path, KEYS)
+    keeper.stop()
+    engine.loan._sending.acquire()  # its interpreter is held, as it were
+    keeper = KeeperThread(path, SIZE)
+    wait_until(lambda: keeper.figures()["populated"], "it is not populated")
+    engine.loan._sending.release()
+    wait_until(lambda: keeper.figures()["engine_connected"], "the memory is not brought")
+    assert keeper.figures()["chunks"] == 30
+    engine.close()
+    keeper.stop()
+
+
+def test_an_engine_without_descriptors_for_a_while_is_an_engine_without_a_keeper_for_a_while(path, monkeypatch):
+    keeper = KeeperThread(path, SIZE)
+    engine = stored(path, KEYS)
+    keeper.stop()
+    socket, refused = loan_module.socket.socket, []
+
+    def none(*_):
+        refused.append(1)
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loan_module.socket, "socket", none)
+        path.touch()  # so that it tries
+        wait_until(lambda: refused, "it does not try")
+    assert loan_module.socket.socket is socket
+    path.unlink()
+    keeper = KeeperThread(path, SIZE, handover=60)
+    wait_until(lambda: keeper.figures()["engine_connected"], "the memory is not brought")
+    engine.close()
+    keeper.stop()
+
+
+def test_an_engine_that_never_rests_brings_its_memory_too(path, monkeypatch):
+    monkeypatch.setattr(loan_module, "_LOOK_SECONDS", 0.2)
+    keeper = KeeperThread(path, SIZE)
+    engine = stored(path, KEYS)
+    keeper.stop()
+    keeper = KeeperThread(path, SIZE, handover=60)
+
+    def busy():
+        engine.loan.publish(KEYS[:1], [engine.tier._row_of[KEYS[0]]])
+        return keeper.figures()["engine_connected"]
+
+    wait_until(busy, "the memory is not brought")
+    engine.close()
+    keeper.stop()
+
+
+def test_an_engine_brings_its_memory_to_the_next_keeper_with_what_that_does_not_have(path, monkeypatch):
+    keeper = KeeperThread(path, SIZE)
+    engine = stored(path, KEYS)
+    keeper.stop()
+    engine.store(chain(2, 20))
+    assert engine.load(KEYS) == 30, "without a keeper"
+    assert not engine.is_published()
+    keeper = KeeperThread(path, SIZE, handover=60)
+    wait_until(engine.is_published, "the memory is not brought")
+    engine.store(chain(3, 20))
+    wait_until(engine.is_published, "it is not published")
+    engine.close()
+    engine = PoolEngine(path)
+    assert engine.check() == 70
+    engine.close()
+    keeper.stop()
+
+
+def test_a_keeper_whose_memory_an_engine_has_takes_no_other(path, keeper, caplog):
+    engine = stored(path, KEYS)
+    keeper.stop()
+    engine.loan._sending.acquire()  # it comes late
+    another = KeeperThread(path, SIZE)
+    second = stored(path, chain(2, 20))
+    engine.loan._sending.release()
+    wait_until(lambda: "this keeper has other memory by now" in caplog.text, "it does not ask")
+    assert engine.load(KEYS) == 30
+    wait_until(lambda: not engine.loan._is_connected(), "it is connected")
+    second.close()
+    engine.close()
+    assert caplog.text.count("other memory by now") == 2, "a line of the keeper's, and one of the engine's"
+    wait_until(lambda: another.figures()["checked"] == 20, "it is not checked")
+    another.stop()
+
+
+def test_who_sends_what_it_may_not_is_sent_away_and_the_keeper_serves_on(path, keeper, caplog):
+    chance = random.Random(1)
+    for number in range(40):
+        sock = loan_module._connect(str(path), 5)
+        sock.send(bytes([0x90 + number % 16]) + chance.randbytes(20) if number else b"")
+        sock.close()
+    engine = stored(path, KEYS)
+    loan_module.send(engine.loan._sock, loan_module.Publish([ROWS], [1], [KEYS[0]]))
+    wait_until(lambda: "rows that there are not" in caplog.text, "it is believed")
+    engine.store(chain(2, 10))
+    wait_until(engine.is_published, "it does not come back")
+    assert engine.load(KEYS) == 30
+    engine.close()
+
+
+def test_an_engine_of_another_format_is_refused_in_a_line(path, keeper, monkeypatch):
+    monkeypatch.setattr(loan_module, "POOL_FORMAT", 99)
+    with pytest.raises(StartError, match="its format is 99, the keeper's 1; run the same kvtiers in both"):
+        PoolLoan.take(str(path), PREFIX, LAYOUT, 5)
+
+
+def test_a_row_that_does_not_fit_is_refused_in_a_line(path, keeper):
+    huge = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 2 * SIZE),))
+    with pytest.raises(StartError, match="has no room for a row of"):
+        PoolLoan.take(str(path), PREFIX, huge, 5)
+
+
+def test_a_dead_keepers_socket_is_replaced_and_a_living_ones_is_not(path, keeper):
+    with pytest.raises(StartError, match="another keeper serves there"):
+        listen(path)
+    assert is_served(str(path))
+    keeper.keeper.stop()
+    keeper._thread.join()
+    keeper._listener.close()  # as by SIGKILL: the socket stays
+    assert not is_served(str(path))
+    with pytest.raises(StartError, match=r"no keeper serves at .*: Connection refused; start one"):
+        pool_figures(str(path))
+    listen(path).close()
+
+
+def test_of_keepers_that_start_at_once_one_serves(path):
+    stale = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stale.bind(str(path))
+    stale.close()
+    found = []
+
+    def start():
+        try:
+            found.append(listen(path))
+        except StartError as error:
+            found.append(str(error))
+
+    starts = [threading.Thread(target=start) for _ in range(8)]
+    for each in starts:
+        each.start()
+    for each in starts:
+        each.join()
+    (served,) = [each for each in found if not isinstance(each, str)]
+    assert is_served(str(path))
+    served.close()
+
+
+def test_only_this_user_can_connect(path, keeper):
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_engine_cannot_write_the_index_nor_change_the_size_of_anything(path, keeper):
+    engine = stored(path, KEYS)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(engine.loan._index.fd, b"x", 0)
+    for fd in (engine.loan._rows, engine.loan._plane.fd):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+    engine.close()
+
+
+def test_nothing_is_left_behind(path):
+    before = open_descriptors()
+    keeper = KeeperThread(path, SIZE)
+    for _ in range(3):
+        stored(path, KEYS).close()
+    keeper.stop()
+    assert descriptors_left_since(before) == []
+    assert not list(path.parent.iterdir())
+
+
+# -- the memory
+
+
+SHAPE = Shape(50, 4096, "default/m-1/")
+
+
+def test_an_entry_counts_with_its_edition_alone():
+    index, plane = Index.create(SHAPE), Plane(Plane.create(50).fd, 50, writable=True)
+    plane.renew([3, 4])
+    index.write(3, plane.edition(3), b"three-", b"3" * 16)
+    index.write(4, plane.edition(4) + 1, b"four-", b"4" * 16)
+    index.write(5, 0, b"five-", b"5" * 16)
+    plane.use([3])
+    assert list(residents(index, plane)) == [[(b"three-", 3)]]
+    assert index.digest(3) == b"3" * 16
+    plane.renew([3])
+    assert list(residents(index, plane)) == []
+    index.close()
+
+
+def test_a_edition_that_has_gone_round_is_never_zero():
+    plane = Plane(Plane.create(50).fd, 50, writable=True)
+    plane.editions[7] = 2**32 - 1
+    plane.renew([7])
+    assert plane.edition(7) == 1
+    plane.close()
+
+
+def test_a_prefix_longer_than_a_use_has_depths_keeps_its_order_within_the_use():
+    plane = Plane(Plane.create(5000).fd, 5000, writable=True)
+    plane.use(list(range(5000)))
+    plane.use([1])
+    assert plane.uses[0] < plane.uses[4999] < plane.uses[1]
+    plane.close()
+
+
+def test_an_index_of_other_rows_is_refused_and_one_of_another_prefix_is_emptied():
+    index, plane = Index.create(SHAPE), Plane(Plane.create(50).fd, 50, writable=True)
+    plane.renew([3])
+    index.write(3, 1, b"three-", b"3" * 16)
+    with pytest.raises(StartError, match="other rows"):
+        Index(os.dup(index.fd), SHAPE._replace(num_rows=49), writable=True)
+    with pytest.raises(StartError, match="other rows"):
+        Index(os.dup(index.fd), SHAPE._replace(prefix="default/m-2/"), writable=False)
+    renamed = Index(os.dup(index.fd), SHAPE._replace(prefix="default/m-2/"), writable=True)
+    assert not renamed.editions.any()
+    for each in (renamed, index, plane):
+        each.close()
