@@ -7,6 +7,7 @@ RESULT. Weights are random ones: what is measured does not look at them.
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -41,10 +42,11 @@ def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any
     def fs(name: str) -> dict[str, Any]:
         return {"type": name, "path": store, "capacity": "60GiB", **json.loads(os.environ.get("TIER", "{}"))}
 
-    def stack(tiers: list[dict[str, Any]]) -> dict[str, Any]:
+    def stack(tiers: list[dict[str, Any]], **primary: Any) -> dict[str, Any]:
         config: dict[str, Any] = {
             "version": 1, "namespace": "gpu", "model": {"name": "llama8b-shape", "revision": "v1"},
-            "primary": {"capacity": nbytes, **json.loads(os.environ.get("PRIMARY", "{}"))}, "secondary": tiers,
+            "primary": {"capacity": nbytes, **primary, **json.loads(os.environ.get("PRIMARY", "{}"))},
+            "secondary": tiers,
             **json.loads(os.environ.get("STACK", "{}")),
         }  # fmt: skip
         return under({"kvtiers_config": config}, "KvtiersConnector")
@@ -60,6 +62,7 @@ def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any
         "simple": under({"cpu_bytes_to_use": nbytes}, "SimpleCPUOffloadConnector"),
         "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
         "stack": stack([]),
+        "pool": stack([], pool=os.environ.get("POOL")),
         "stack_fs": stack([fs("fs")]),
     }[mode]
 
@@ -298,6 +301,20 @@ def fill(engine: Engine) -> dict[str, Any]:
     return {"s": [one["s"] for one in asked], "tokens": [one["tokens"] for one in asked]}
 
 
+def fill_pool(engine: Engine) -> dict[str, Any]:
+    """Compute the burst that `restart` asks for in another process, and wait until the pool has all of it."""
+    from kvtiers.pool.loan import pool_figures
+
+    asked = engine.ask(engine.prompts(24, 24, 8_192))
+    engine.ask(engine.prompts(998, 1, 32))  # the last stores begin in the next step
+    chunks, before, begun = -1, -2, time.perf_counter()
+    while chunks != before and time.perf_counter() < begun + 60:
+        time.sleep(1)
+        before, chunks = chunks, pool_figures(os.environ["POOL"])["chunks"]
+    return {"s": asked["s"], "tokens": asked["tokens"], "published_s": round(time.perf_counter() - begun, 1),
+            "chunks": chunks, "figures": engine.figures()}  # fmt: skip
+
+
 def restart(engine: Engine) -> dict[str, Any]:
     """Ask the burst that another process has stored, as the first thing of this one; then again from the primary."""
     prompts = engine.prompts(24, 24, 8_192)
@@ -485,7 +502,7 @@ SCENES = {
     scene.__name__: scene
     for scene in (
         *(check, tokens, warm_up, startup, beside_stores, primary, long, burst),
-        *(fill, fill_store, restart, store, throughput, mixed, chat, resume),
+        *(fill, fill_pool, fill_store, restart, store, throughput, mixed, chat, resume),
     )
 }
 
@@ -498,6 +515,8 @@ def main() -> None:
     for name in scenes.split(","):
         found = SCENES[name](engine)
         print("RESULT " + json.dumps({"mode": mode, "scene": name, **found}), flush=True)
+    if os.environ.get("KILLED"):
+        os.killpg(0, signal.SIGKILL)  # its engine core is in the same group
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ measured here; those of the burst, the restart and the store are fixed seconds, 
     python vllm_gpu.py --model FOLDER                 all of it, some 25 minutes
     python vllm_gpu.py --model FOLDER --quick         the scenes that have goals, some 8 minutes
     python vllm_gpu.py --model FOLDER --chat          48 conversations, closed loop, some 10 minutes
+    python vllm_gpu.py --model FOLDER --pool          restarts in a pool, and its throughput: some 5 minutes
     python vllm_gpu.py --model FOLDER --windows       FOLDER is `gemma-3-shape/`: some 9 minutes
     python vllm_gpu.py --model FOLDER --states        FOLDER is `qwen-3.5-shape/`: some 8 minutes
     python vllm_gpu.py --page RESULTS.json out.html   the page with plots of earlier runs
@@ -40,7 +41,7 @@ FOLDER = Path(__file__).resolve().parent
 LABELS = {
     "none": "no connector", "cpu": "vLLM's CPU tier", "tiering_fs": "vLLM's tiering + its fs",
     "tiers_fs": "kvtiers' fs under vLLM's tiering", "stack": "whole stack", "stack_fs": "whole stack + fs",
-    "simple": "vLLM's SimpleCPUOffload", "lmcache": "LMCache",
+    "pool": "whole stack in a pool", "simple": "vLLM's SimpleCPUOffload", "lmcache": "LMCache",
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ class Run(NamedTuple):
     ``disk``: its store is on the disk of the temporary folder. ``tier``, ``stack``: more options of kvtiers' fs tier
     and of the whole stack, as JSON. ``gpu_gib``: what the GPU's own cache holds, where it is not most of the GPU;
     decode steps are captured then. ``mtp``: tokens that the model's own MTP layer drafts in a step.
-    ``other``: with the build of kvtiers in the folder that ``--against`` names.
+    ``other``: with the build of kvtiers in the folder that ``--against`` names. ``killed``: it ends by SIGKILL.
     """
 
     mode: str
@@ -63,6 +64,7 @@ class Run(NamedTuple):
     gpu_gib: int = 0
     mtp: int = 0
     other: bool = False
+    killed: bool = False
 
 
 WARM_UP = Run("none", "warm_up")
@@ -162,11 +164,75 @@ CHAT = [
     Run("cpu", "chat", 48, gpu_gib=26),
 ]
 """The first engine's GPU holds all conversations: the line to reach. A store and its primary take 75 GiB of memory."""
+POOL = [
+    Run("pool", "fill_pool", 32, killed=True),
+    Run("pool", "restart", 32, gpu_gib=48, killed=True),
+    Run("pool", "restart", 32, gpu_gib=48, killed=True),
+    Run("pool", "restart", 32),
+    *(2 * [Run("stack", "throughput", 32, gpu_gib=48), Run("pool", "throughput", 32, gpu_gib=48)]),
+]
+"""Over one keeper of the primary's size: it holds the burst of 24 GiB whole. Restarts of engines that have captured
+their decode steps, as servers have, and of one that has not, whose first steps load kernels beside the copies. The
+throughputs in turns, in a full pool."""
 LISTS = {
     "restarts": RESTARTS, "windows": WINDOWS, "states": STATES, "chat": CHAT, "throughputs": THROUGHPUTS,
-    "quick": QUICK, "against": PAIRS,
+    "quick": QUICK, "against": PAIRS, "pool": POOL,
 }  # fmt: skip
 """By the option that asks for it."""
+
+
+class NoKeeper:
+    """The keeper of runs without a pool."""
+
+    def after(self, run: Run) -> list[dict[str, Any]]:
+        """Return nothing."""
+        del run
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Keeper(NoKeeper):
+    """The keeper of a pool, whose engines find it by the variable POOL."""
+
+    def __init__(self, gib: int, folder: Path) -> None:
+        from kvtiers.pool.loan import pool_figures
+
+        os.environ["POOL"] = path = str(folder / "pool.sock")
+        program = "from kvtiers.cli.main import main; main()"
+        options = ["--size", f"{gib}GiB", "--socket", path]
+        self.log = folder / "keeper.log"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen([sys.executable, "-c", program, "pool", "serve", *options], stderr=log)
+        self.figures: dict[str, Any] = {}
+        while not self.figures.get("populated"):
+            time.sleep(0.2)
+            if self._process.poll() is not None:
+                sys.exit(f"the keeper has ended: {self.log.read_text(encoding='utf-8')}")
+            with contextlib.suppress(Exception):  # not there yet
+                self.figures = pool_figures(path)
+        self._ask = lambda: pool_figures(path, 30.0)
+        print(f"keeper: populated in {self.figures['populate_seconds']} s", flush=True)
+
+    def after(self, run: Run) -> list[dict[str, Any]]:
+        """Return its figures once the engine of this run has ended, and how long that took from now on."""
+        if run.mode != "pool":
+            return []
+        begun = time.perf_counter()
+        while (figures := self._ask())["engine"] and time.perf_counter() < begun + 60:
+            time.sleep(0.05)
+        seconds = round(time.perf_counter() - begun, 2)
+        place = {"primary_gib": run.primary, "gpu_gib": run.gpu_gib}
+        found = {"mode": "pool", "scene": "keeper", **place, "buried_s": seconds, **figures}
+        print(" ", json.dumps(found), flush=True)
+        return [found]
+
+    def close(self) -> None:
+        """End it, and its memory."""
+        print(self.log.read_text(encoding="utf-8"), flush=True)
+        self._process.terminate()
+        self._process.wait()
 
 
 def link_gb_s() -> float:
@@ -205,7 +271,7 @@ def play(run: Run, options: argparse.Namespace, stores: Path, seconds: float) ->
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FOLDER / "engine_run.py"), model, run.mode, str(folder), run.scenes]
     more = {"GPU_GIB": str(run.gpu_gib), "GRAPHS": "1"} if run.gpu_gib else {}
-    more["MTP"] = str(run.mtp)
+    more |= {"MTP": str(run.mtp), "KILLED": "1" if run.killed else ""}
     if run.other:
         more["PYTHONPATH"] = os.pathsep.join([options.against, os.environ.get("PYTHONPATH", "")])
     begun = time.perf_counter()
@@ -236,7 +302,7 @@ def play(run: Run, options: argparse.Namespace, stores: Path, seconds: float) ->
             "slow": run.tier == SLOW,
             "always": run.stack == ALWAYS,
         }
-    if process.returncode:
+    if process.returncode and not (run.killed and process.returncode == -9):
         said = [line for line in lines if "Error" in line][-3:]
         found.append({
             "mode": run.mode, "scene": "error", "of": run.scenes, "mtp": run.mtp, "status": process.returncode,
@@ -327,7 +393,32 @@ def goals(results: list[dict[str, Any]], link: float) -> list[dict[str, Any]]:
     if (far := pick(results, "stack", "long")) is not None:
         goal("64k tokens from the primary (s)", far["primary"]["median_s"],
              far["gpu_hit"]["median_s"] + 1.15 * 8 * 2**30 / link / 1e9)  # fmt: skip
-    return found + same_tokens(results)
+    return found + pool_goals(results) + same_tokens(results)
+
+
+def pool_goals(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the goals of a pool: bursts after restarts, and what it costs beside a primary of the engine's own."""
+    found: list[dict[str, Any]] = []
+    for kind, captured in (("", True), (", eager mode", False)):
+        again = restarts([one for one in results if bool(one["gpu_gib"]) == captured], "pool")
+        if not again:
+            continue
+        slowest, share = max(s for s, _ in again), min(share for _, share in again)
+        found += [
+            {"name": f"restart + burst from a pool{kind}, the slowest (s)", "value": slowest, "goal": 0.8,
+             "met": slowest <= 0.8},
+            {"name": f"restart + burst from a pool{kind}: share that hits", "value": round(share, 3), "goal": 0.99,
+             "met": share >= 0.99},
+        ]  # fmt: skip
+    own, pooled = (
+        [s for one in results if (one["mode"], one["scene"]) == (mode, "throughput") for s in one["s"]]
+        for mode in ("stack", "pool")
+    )
+    if own and pooled:
+        share = statistics.median(own) / statistics.median(pooled)
+        found.append({"name": "no-hit throughput in a pool, of a private primary", "value": round(share, 3),
+                      "goal": 0.99, "met": share >= 0.99})  # fmt: skip
+    return found
 
 
 def same_tokens(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -338,6 +429,8 @@ def same_tokens(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for way in ("cold", "gpu_hit", "primary"):
                 if one["scene"] == "primary" and tokens in one:
                     answers.setdefault(tokens, set()).add(json.dumps(one[tokens][way]["tokens"]))
+        if one["scene"] == "fill_pool":
+            answers.setdefault("burst", set()).add(json.dumps(one["tokens"]))
         mtp = " with MTP" if one.get("mtp") else ""
         if one["scene"] == "burst":
             answers.setdefault("burst" + mtp, set()).add(json.dumps(one["cold"]["tokens"]))
@@ -507,6 +600,7 @@ def draw(options: argparse.Namespace) -> None:
 def play_all(runs: list[Run], options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Run one engine after the other, within the budget, and write what is found after each."""
     stores = Path(tempfile.mkdtemp(prefix="kvtiers-bench-", dir=options.stores))
+    keeper = Keeper(POOL[0].primary, stores) if options.pool else NoKeeper()
     end = time.monotonic() + 60 * options.budget
     try:
         for number, run in enumerate(runs):
@@ -514,11 +608,13 @@ def play_all(runs: list[Run], options: argparse.Namespace, found: dict[str, Any]
             if left < 0:
                 break
             found["results"] += play(run, options, stores, min(60 * options.minutes, left + 30))
+            found["results"] += keeper.after(run)
             if run.store not in {later.store for later in runs[number + 1 :]}:  # two of 60 GiB do not fit into memory
                 shutil.rmtree(place(run, stores), ignore_errors=True)
             found["goals"] = goals(found["results"], found["link_gb_s"])
             Path(options.json).write_text(json.dumps(found), encoding="utf-8")
     finally:
+        keeper.close()
         for root in (stores, Path(tempfile.gettempdir()) / stores.name):
             shutil.rmtree(root, ignore_errors=True)
 
@@ -536,6 +632,7 @@ def main() -> None:
     parser.add_argument("--against", metavar="FOLDER", help="another build of kvtiers: restarts of both in turns")
     parser.add_argument("--chat", action="store_true", help="conversations in a closed loop, and after a restart")
     parser.add_argument("--throughputs", action="store_true", help="no-hit throughput of four engines in turns")
+    parser.add_argument("--pool", action="store_true", help="restarts and throughput in a pool of CPU memory")
     parser.add_argument("--only", default="", help="runs by number, as 0,2,5: a part of the quick or the full list")
     parser.add_argument("--warm", action="store_true", help="this machine has run an engine before: no warm-up")
     parser.add_argument("--stores", default="/dev/shm", help="where stores are made (default: %(default)s)")
