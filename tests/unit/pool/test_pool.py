@@ -42,6 +42,18 @@ def often(monkeypatch):
     monkeypatch.setattr(loan_module, "_LOOK_SECONDS", 0.002)
 
 
+def figures_when(keeper, **wanted):
+    """The keeper's figures, once these are among them."""
+    found = []
+
+    def are_there():
+        found.append(keeper.figures())
+        return found[-1] | wanted == found[-1]
+
+    wait_until(are_there, f"not {wanted}")
+    return found[-1]
+
+
 def stored(path, *keys):
     """An engine that has stored these prompts, all of it published."""
     engine = PoolEngine(path)
@@ -61,8 +73,8 @@ def test_the_next_engine_finds_every_chunk_in_its_row_and_byte(path, keeper):
     assert engine.tier.evictable == 70
     assert engine.tier.free_rows == ROWS - 70
     engine.close()
-    wait_until(lambda: keeper.figures()["checked"] == 140, "the memory is not taken back")
-    assert keeper.figures() | {"engine": 0, "engines": 2, "damaged": 0} == keeper.figures()
+    figures = figures_when(keeper, checked=140, checking=False)
+    assert figures | {"engine": 0, "engines": 2, "damaged": 0} == figures
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -235,7 +247,7 @@ def test_memory_is_taken_back_after_the_last_rank_has_ended(path, keeper):
     wait_until(lambda: keeper.figures()["watched"] == 1, "it waits for others, or for none")
     assert keeper.figures()["checked"] == 0, "its copies may go on"
     rank.send_signal(signal.SIGKILL)
-    wait_until(lambda: keeper.figures()["checked"] == 30, "the memory is not taken back")
+    figures_when(keeper, checked=30, checking=False)
     for process in (rank, gone):
         process.kill()
         process.wait()
@@ -257,7 +269,7 @@ def test_a_rank_that_leaves_and_comes_back_is_watched(path, keeper):
     assert keeper.figures()["checked"] == 0
     ranks[-1].kill()
     ranks[-1].wait()
-    wait_until(lambda: keeper.figures()["checked"] == 30, "the memory is not taken back")
+    figures_when(keeper, checked=30, checking=False)
 
 
 def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of_the_next(path, keeper):
@@ -277,7 +289,7 @@ def test_an_engine_that_lost_a_keeper_which_lives_comes_back_to_it_by_another_co
     wait_until(lambda: engine.loan._sock is not None, "it does not come back")
     engine.store(chain(2, 10))
     wait_until(engine.is_published, "it is not published")
-    assert keeper.figures() | {"engines": 1, "watched": 1, "engine_connected": True} == keeper.figures()
+    figures_when(keeper, engines=1, watched=1, engine_connected=True)
     wait_until(lambda: len(keeper.keeper._peers) == 1, "its first connection is held")
     engine.close()
 
@@ -365,7 +377,7 @@ def test_a_keeper_whose_memory_an_engine_has_takes_no_other(path, keeper, caplog
     second.close()
     engine.close()
     assert caplog.text.count("other memory by now") == 2, "a line of the keeper's, and one of the engine's"
-    wait_until(lambda: another.figures()["checked"] == 20, "it is not checked")
+    figures_when(another, checked=20, checking=False)
     another.stop()
 
 
