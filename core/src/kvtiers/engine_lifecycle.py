@@ -83,7 +83,7 @@ class EngineLifecycle:
         size = format_size(region.num_rows * region.row_stride)
         facts = StartFacts(
             way_in,
-            f"{size} in {region.num_rows} rows {rows_in_words(self._layout)}",
+            f"{size}{' of a pool' if self._loan else ''} in {region.num_rows} rows {rows_in_words(self._layout)}",
             self._namespace,
             self._names.fingerprint,
             shared=is_shared(self._layout.model),

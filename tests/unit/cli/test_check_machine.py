@@ -308,7 +308,8 @@ def test_a_pool_that_is_to_be_had_is_named_and_one_that_is_not_with_the_reason(m
     path = tmp_path / "pool.sock"
     (finding,) = bad(examine(config(pool=str(path)), machine()))
     assert (finding.level, finding.text.partition(": No such")[0]) == ("warning", f"pool: no keeper serves at {path}")
-    assert "memory of its own" in finding.fix
+    assert "of its own, and a restart is cold" in finding.text
+    assert finding.fix == f"start one: kvtiers pool serve --size SIZE --socket {path}"
     keeper = KeeperThread(path, 1 << 20)
     try:
         findings = examine(config(pool=str(path)), machine())
@@ -316,3 +317,14 @@ def test_a_pool_that_is_to_be_had_is_named_and_one_that_is_not_with_the_reason(m
         keeper.stop()
     assert Finding("ok", f"pool: 1MiB at {path}, 0 chunks; no engine has it") in findings
     assert not bad(findings)
+
+
+def test_what_an_engine_without_its_pool_lacks_and_what_a_pool_ignores_are_warnings(machine, tmp_path):
+    keeper = KeeperThread(tmp_path / "pool.sock", 1 << 20)
+    wanted = config(pool=str(tmp_path / "pool.sock"), capacity="100TiB", numa_node=0)
+    try:
+        found = [finding.text for finding in bad(examine(wanted, machine())) if finding.level == "warning"]
+    finally:
+        keeper.stop()
+    assert "numa_node does nothing with a pool" in found
+    assert [text for text in found if text.startswith("without the pool the engine does not start: 100TiB of memory")]

@@ -1,5 +1,6 @@
 """The command ``kvtiers pool``: a keeper in a process of its own, and what it says of itself."""
 
+import fcntl
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from tests.pool_rig import LAYOUT, PoolEngine, chain, wait_until
 
 from kvtiers.cli.main import cli
 from kvtiers.cli.pool import status_lines
+from kvtiers.pool import keeper as keeper_module
 from kvtiers.pool.loan import is_served
 
 
@@ -50,7 +52,8 @@ def test_a_keeper_serves_until_sigterm_and_leaves_nothing(serving, tmp_path):
     assert lines[1].startswith(f"3 chunks in {(1 << 20) // LAYOUT.row_stride} rows of 4KiB, of default/m-")
     assert lines[2:] == [
         f"process {os.getpid()} has it",
-        "3 chunks published, 0 too late; 0 checked after 1 engines, 0 damaged",
+        "3 chunks published, 0 too late: their rows were taken again",
+        "1 engines so far; 0 rows checked at their ends, 0 damaged",
     ]
     assert json.loads(run("status", "--socket", path, "--json").output)["chunks"] == 3
     engine.close()
@@ -65,7 +68,40 @@ def test_a_second_keeper_at_the_same_place_is_refused_in_a_line(serving, tmp_pat
     wait_until(lambda: is_served(str(path)), "it does not serve")
     second = serving(path)
     assert second.wait(60) == 2
-    assert second.stderr.read() == f"error: pool: cannot serve at {path}: another keeper serves there\n"
+    why = "another keeper serves there, or give another --socket"
+    assert second.stderr.read() == f"error: pool: cannot serve at {path}: {why}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (
+            "none/pool.sock",
+            "No such file or directory; make {root}/none for the engines' user, or give another --socket",
+        ),
+        (".", "it is no socket; remove it, or give another --socket"),
+    ],
+)
+def test_a_place_that_cannot_be_the_keepers_is_a_line_that_says_what_to_do(tmp_path, path, why):
+    found = run("serve", "--size", "1MiB", "--socket", tmp_path / path)
+    assert found.exit_code == 2
+    assert found.output.endswith(f"{why.format(root=tmp_path)}\n")
+
+
+def test_more_memory_than_there_is_names_the_option(tmp_path):
+    found = run("serve", "--size", "9999TiB", "--socket", tmp_path / "pool.sock")
+    assert found.exit_code == 2
+    assert "lower --size below" in found.output
+
+
+def test_a_folder_that_somebody_else_locks_holds_no_start_up_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_module, "_LOCKED_SECONDS", 0.05)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    found = run("serve", "--size", "1MiB", "--socket", tmp_path / "pool.sock")
+    os.close(folder)
+    assert found.exit_code == 2
+    assert f"another process has locked {tmp_path}" in found.output
 
 
 @pytest.mark.parametrize("size", ["much", "0", "-1GiB"])
@@ -88,7 +124,7 @@ def test_a_status_says_what_is_waited_for():
         "checked": 0, "engines": 1, "damaged": 0,
     }  # fmt: skip
     assert status_lines(figures)[1:4] == [
-        "process 7 had it; 2 of its processes have not ended yet",
+        "process 7 had it; not all of its processes have ended yet, tier hosts and ranks",
         "process 8 waits for it",
         "process 9 waits for it",
     ]

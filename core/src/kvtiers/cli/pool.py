@@ -36,8 +36,8 @@ def pool() -> None:
 
 @pool.command(
     epilog="""\b
-The memory is populated at the start, and is there until this command ends and the last engine that has it
-has ended, too. A keeper that is started in the place of a killed one takes the memory over from its engine.
+The memory is populated at the start, and ends with this command; an engine that has it then keeps it, and
+brings it to the next keeper at this socket, which has the same size from then on, whatever its --size.
 Exit status: 0 after SIGTERM or Ctrl-C, 2 if the memory or the socket cannot be had."""
 )
 @click.option("--size", required=True, metavar="SIZE", help="Memory for chunks, as 256GiB.")
@@ -91,10 +91,15 @@ def status_lines(figures: dict[str, Any]) -> list[str]:
     elif figures["engine_connected"]:
         lines.append(f"process {figures['engine']} has it")
     else:
-        lines.append(f"process {figures['engine']} had it; {figures['watched']} of its processes have not ended yet")
+        lines.append(
+            f"process {figures['engine']} had it; not all of its processes have ended yet, tier hosts and ranks"
+        )
     lines += [f"process {pid} waits for it" for pid in figures["waiting"]]
     lines.append(
-        f"{figures['published']} chunks published, {figures['published_late']} too late; "
-        f"{figures['checked']} checked after {figures['engines']} engines, {figures['damaged']} damaged"
+        f"{figures['published']} chunks published, {figures['published_late']} too late: their rows were taken again"
+    )
+    lines.append(
+        f"{figures['engines']} engines so far; {figures['checked']} rows checked at their ends, "
+        f"{figures['damaged']} damaged"
     )
     return lines

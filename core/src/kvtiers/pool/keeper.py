@@ -33,6 +33,7 @@ from typing import Any
 
 from kvtiers.api import KvtiersError, OffloadKey, StartError
 from kvtiers.api.keys import group_of
+from kvtiers.api.units import format_size
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.seal import PayloadHash
 from kvtiers.layout.storage_name import StorageNames
@@ -70,6 +71,7 @@ _LOOK_SECONDS = 0.01  # how often a loan that nobody is known to hold is looked 
 _UNUSABLE = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, OSError, KvtiersError)
 """What a message may raise, whatever is in it. It must not end the keeper."""
 _PAUSE_SECONDS = 0.005
+_LOCKED_SECONDS = 5.0  # a keeper holds the lock for as long as it takes to bind
 _PIECE_ROWS = 64  # hashed by a thread at a stretch
 _MOST_THREADS = 8
 _LOCK = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
@@ -94,18 +96,35 @@ def listen(path: Path) -> socket.socket:
             listener.listen()
     except OSError as error:
         listener.close()
-        why = "another keeper serves there" if error.errno == errno.EADDRINUSE else error.strerror or error
-        raise StartError(f"pool: cannot serve at {path}: {why}") from None
+        raise StartError(f"pool: cannot serve at {path}: {_why_not(path, error)}") from None
     listener.setblocking(False)
     return listener
 
 
+def _why_not(path: Path, error: OSError) -> str:
+    """Return why this path cannot be the keeper's, and what to do."""
+    if error.errno == errno.EADDRINUSE:
+        here = "another keeper serves there" if path.is_socket() else "it is no socket; remove it"
+        return f"{here}, or give another --socket"
+    if error.errno in {errno.ENOENT, errno.EACCES}:
+        return f"{error.strerror}; make {path.parent} for the engines' user, or give another --socket"
+    return error.strerror or str(error)
+
+
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other keeper is about to take a place in this folder."""
+    """Wait until no other keeper is about to take a place in this folder; OSError if somebody else locks it."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        until = time.monotonic() + _LOCKED_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise OSError(f"another process has locked {folder} for {_LOCKED_SECONDS:g} s") from None
+                time.sleep(_PAUSE_SECONDS)
         yield
     finally:
         os.close(lock)
@@ -114,10 +133,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
 class _Rows:
     """The rows' memfd, by a descriptor of the keeper's own, and the keeper's mapping of it, to read."""
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, huge_pages: HugePages = "off") -> None:
         self.fd = fd
         self.nbytes = nbytes
-        self.mapping: Mapping = map_memory(fd, nbytes, nbytes, writable=False)
+        self.mapping: Mapping = map_memory(fd, nbytes, nbytes, huge_pages, writable=False)
 
     def lend(self) -> int:
         """Return a descriptor that ``is_lent`` as long as any process has it, or a copy of it, open or mapped."""
@@ -264,7 +283,12 @@ class Keeper:
 
     def _make_memory(self) -> None:
         self._early = EarlyMemory(
-            "kvtiers-pool", self._size, huge_pages=self._huge_pages, prefault="all", window=self._size
+            "kvtiers-pool",
+            self._size,
+            huge_pages=self._huge_pages,
+            prefault="all",
+            window=self._size,
+            option="--size",
         )
         if self._early.prefault is None:
             self._take_memory()
@@ -284,12 +308,12 @@ class Keeper:
         if prefault.error:
             raise StartError(f"pool: its memory cannot be populated: {prefault.error}; lower --size, or make room")
         self._take_memory()
-        _log.info("pool: %d bytes populated in %.1f s (%s)", self._size, prefault.seconds, prefault.method)
+        _log.info("pool: %s populated in %.1f s", format_size(self._size), prefault.seconds)
 
     def _take_memory(self) -> None:
         assert self._early is not None
         fd, _ = self._early.take()
-        self._rows = _Rows(fd, self._early.nbytes)
+        self._rows = _Rows(fd, self._early.nbytes, self._huge_pages)
 
     def _adopt(self, shape: Shape, layout: CacheLayout, fds: Sequence[int]) -> str:
         """Take over what an engine brings back of another keeper; return why not, "" if it is done."""
@@ -315,7 +339,9 @@ class Keeper:
             self._rows = _Rows(_open_again(rows, os.O_RDWR), nbytes)
             self._arena = _Arena(shape, layout, found, uses)
             undo.pop_all()
-        _log.info("pool: took over %d bytes that the engine brought back", nbytes)
+        _log.info("pool: took over %s that the engine brought back", format_size(nbytes))
+        if nbytes < self._size:
+            _log.warning("pool: for the %s of --size, restart it while no engine runs", format_size(self._size))
         return ""
 
     def _hear_out(self, peer: _Peer) -> None:
@@ -344,7 +370,7 @@ class Keeper:
 
     def _set_arena(self, shape: Shape, layout: CacheLayout) -> None:
         if not shape.num_rows:
-            raise StartError(f"the pool has no room for a row of {shape.row_stride} bytes")
+            raise StartError(f"it has no room for a row of {format_size(shape.row_stride)}; raise the keeper's --size")
         if self._arena is not None and self._arena.shape == shape:
             return
         if self._arena is not None:
@@ -470,6 +496,9 @@ class Keeper:
             shape = Shape(rows.nbytes // layout.row_stride, layout.row_stride, peer.hello.prefix)
             self._set_arena(shape, layout)
             loan = rows.lend()
+        except StartError as error:
+            self._refuse(peer, str(error))
+            return
         except _UNUSABLE as error:
             self._refuse(peer, f"its layout cannot be used: {error}")
             return
@@ -480,6 +509,7 @@ class Keeper:
             closing.callback(os.close, loan)
             index = _open_again(self._arena.index.fd, os.O_RDONLY)
             closing.callback(os.close, index)
+            _log.info("pool: lent to process %d, with %d chunks", peer.pid, len(self._counting()))
             self._welcome(peer, (loan, index, self._arena.plane.fd))
 
     def _welcome(self, peer: _Peer, fds: Sequence[int]) -> None:
@@ -559,6 +589,7 @@ class Keeper:
         if self._is_burying() and self._rows is not None and not self._rows.is_lent():
             engine, self._engine = self._engine, None
             assert engine is not None
+            _log.info("pool: process %d has ended, and all that had its memory", engine.pid)
             self._forget(engine)
             self._begin_check()
 
@@ -587,7 +618,7 @@ class Keeper:
         arena = self._arena
         assert arena is not None
         self._check_began = time.monotonic()
-        rows = counting(arena.index, arena.plane)
+        rows = self._counting()
         self.counts["checked"] += len(rows)
         pieces = [rows[at : at + _PIECE_ROWS] for at in range(0, len(rows), _PIECE_ROWS)] or [[]]
         self._checking = [self._hashing.submit(self._damaged_of, piece) for piece in pieces]
@@ -629,6 +660,10 @@ class Keeper:
         whole.update(rows.mapping.view[at : at + arena.payload_bytes(key)])
         return whole.digest()
 
+    def _counting(self) -> list[int]:
+        """Return the rows whose entries count."""
+        return counting(self._arena.index, self._arena.plane) if self._arena is not None else []
+
     def figures(self) -> dict[str, Any]:
         """Return what ``kvtiers pool status`` shows."""
         arena, engine = self._arena, self._engine
@@ -638,7 +673,7 @@ class Keeper:
             "checking": bool(self._checking),
             "rows": arena.shape.num_rows if arena is not None else 0,
             "row_bytes": arena.shape.row_stride if arena is not None else 0,
-            "chunks": len(counting(arena.index, arena.plane)) if arena is not None else 0,
+            "chunks": len(self._counting()),
             "holds": arena.shape.prefix if arena is not None else "",
             "engine": engine.pid if engine is not None else 0,
             "engine_connected": engine is not None and engine.sock is not None,
@@ -652,6 +687,7 @@ class Keeper:
 def serve(path: Path, size: int, *, huge_pages: HugePages = "off") -> None:
     """Serve a pool at this path until SIGTERM or SIGINT; StartError, in one line, if it cannot be."""
     listener = listen(path)
+    _log.info("pool: serves at %s", path)
     place = path.stat()
     keeper = Keeper(listener, size, huge_pages=huge_pages)
     for number in (signal.SIGTERM, signal.SIGINT):

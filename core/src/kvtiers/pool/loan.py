@@ -62,8 +62,10 @@ def _connect(path: str, timeout: float) -> socket.socket:
     except OSError as error:
         if sock is not None:
             sock.close()
-        why = error.strerror or error
-        raise StartError(f"no keeper serves at {path}: {why}; start one: kvtiers pool serve") from None
+        if isinstance(error, PermissionError):
+            raise StartError(f"user id {os.geteuid()} may not connect to {path}; be the keeper's user") from None
+        how = f"kvtiers pool serve --size SIZE --socket {path}"
+        raise StartError(f"no keeper serves at {path}: {error.strerror or error}; start one: {how}") from None
     if uid != os.geteuid():
         sock.close()
         raise StartError(f"the keeper at {path} runs as user id {uid}, this process as {os.geteuid()}")
@@ -85,6 +87,8 @@ def pool_figures(path: str, timeout: float = _SEND_SECONDS) -> dict[str, Any]:
         try:
             send(sock, Status())
             report = decode_report(receive(sock)[0])
+        except TimeoutError:
+            raise StartError(f"the keeper at {path} does not answer within {timeout:g} s; is it stopped?") from None
         except (OSError, ValueError) as error:
             raise StartError(f"the keeper at {path} gives no answer that can be read: {error}") from None
     if isinstance(report, Figures):
@@ -102,10 +106,13 @@ def _welcome(sock: socket.socket, deadline: float) -> tuple[Welcome, list[int]]:
             message, fds = receive(sock)
         except TimeoutError:
             break
+        if not message:
+            raise StartError("the keeper has ended while this start waited for it")
         match decode_report(message):
             case Wait(reason, ends):
                 why = f"{reason}, for longer than this start can wait"
                 until = max(until, time.monotonic() + deadline) if ends else until
+                _log.info("pool: %s; the start waits for %.0f s at most", reason, until - time.monotonic())
             case Welcome() as welcome if len(fds) == 3:
                 return welcome, fds
             case Refused(reason):

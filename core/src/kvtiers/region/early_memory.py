@@ -41,16 +41,24 @@ class EarlyMemory:
     """A memfd of ``capacity`` bytes or a page more, and the pre-fault program that populates it.
 
     ``SharedOffloadRegion.create`` takes it over; before that ``close`` gives it back. StartError, in one line, if the
-    memory is not there. The thread that creates it is to live as long as the process: the program ends with it.
+    memory is not there; ``option``: where its size stands. The thread that creates it is to live as long as the
+    process: the program ends with it.
     """
 
     def __init__(
-        self, name: str, capacity: int, *, huge_pages: HugePages = "off", prefault: PrefaultMode = "ahead", window: int
+        self,
+        name: str,
+        capacity: int,
+        *,
+        huge_pages: HugePages = "off",
+        prefault: PrefaultMode = "ahead",
+        window: int,
+        option: str = "primary.capacity",
     ) -> None:
         page = HUGE_PAGE_BYTES[huge_pages]
         self.nbytes = -(-capacity // page) * page
         """Of the memfd."""
-        if huge_pages == "off" and (problem := memory_problem(self.nbytes)):
+        if huge_pages == "off" and (problem := memory_problem(self.nbytes, option=option)):
             raise StartError(problem)
         self.wanted = min(window, self.nbytes) if prefault == "ahead" else self.nbytes
         self.fd = create_memfd(name, self.nbytes, huge_pages)

@@ -82,14 +82,18 @@ def _pool(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     try:
         figures = pool_figures(path)
     except StartError as error:
-        yield Finding(
-            "warning",
-            f"pool: {error}",
-            "else the engine has memory of its own, of primary.capacity, and a restart is cold",
-        )
+        text, _, fix = str(error).rpartition("; ")
+        own = format_size(config.primary.capacity)
+        text = f"pool: {text or fix}: the engine has {own} of its own, and a restart is cold"
+        yield Finding("warning", text, fix if text else "")
         return
     holder = f"process {figures['engine']} has it" if figures["engine"] else "no engine has it"
     yield Finding("ok", f"pool: {format_size(figures['bytes'])} at {path}, {figures['chunks']} chunks; {holder}")
+    if config.primary.numa_node is not None:
+        yield Finding("warning", "numa_node does nothing with a pool", "start the keeper on that node")
+    if not figures["engine"] and (problem := memory_problem(config.primary.capacity, machine.root)):
+        text, _, fix = problem.partition("; ")
+        yield Finding("warning", f"without the pool the engine does not start: {text}", fix)
 
 
 def _capacity(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
