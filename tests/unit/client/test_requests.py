@@ -73,6 +73,31 @@ def test_what_a_tier_has_failed_to_give_is_loaded_from_the_next_one_into_other_r
     assert bench.free == 8
 
 
+@pytest.mark.parametrize("answers_first", [False, True], ids=["reaped first", "answered first"])
+def test_rows_of_a_failed_job_that_has_ended_are_used_for_the_next_tier_where_there_are_no_others(
+    bench, played, keys, answers_first
+):
+    one, two = played(*keys), played(*keys)
+    two.answers = answers_first
+    bench.drive(one, two)
+    others = bench.rows.take(4, 0.0)
+    get = bench.begin(Get, keys)
+    one.says.append(JobFailed(next(iter(one.jobs)), "its host ended"))
+    bench.step()
+    assert two.jobs == {}, "its rows are in use, and there are no others"
+    one.end()
+    bench.step()
+    two.answers = True
+    bench.step()
+    two.end(success=True)
+    bench.step()
+    assert get.over.is_set()
+    assert set(get.found) == set(keys)
+    get.release()
+    others.release()
+    assert bench.free == 8
+
+
 def test_a_get_is_over_when_the_last_of_its_loads_has_failed_though_it_still_uses_its_rows(bench, played, keys):
     one, two = played(keys[0]), played(keys[1])
     bench.drive(one, two)

@@ -242,8 +242,8 @@ class Get(Transfer):
         self._is_loading = False
         self._loading: dict[int, Collection[OffloadKey]] = {}
         """The keys of each job in flight that has not failed, by its tier."""
-        self._in_use: set[OffloadKey] = set()
-        """Those of failed ones, whose rows their tiers may still use."""
+        self._in_use: dict[int, Collection[OffloadKey]] = {}
+        """Those of failed ones, whose rows their tiers may still use until they have ended."""
 
     def step(self, jobs: Jobs) -> None:
         """Ask the tier for each key by itself: these are no prefix. Load what it has when it has answered for all."""
@@ -260,7 +260,10 @@ class Get(Transfer):
                     if self._unknown and not is_late:
                         return
                 self._unknown = []
-                self._is_loading = bool(self._wanted) and slot.available() and self._load(jobs, slot)
+                wants = bool(self._wanted) and slot.available()
+                self._is_loading = wants and self._load(jobs, slot)
+                if wants and self._in_use and not (self._is_loading or is_late):
+                    return  # its rows come back with the job that has failed
             if self._is_loading and not is_late:
                 return
             self._next_tier()
@@ -290,7 +293,7 @@ class Get(Transfer):
 
     def _with_rows(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those of the keys that have a row which no job is filling; some get another one for that."""
-        busy = self._in_use.union(*self._loading.values())
+        busy = set[OffloadKey]().union(*self._loading.values(), *self._in_use.values())
         usable, late = [key for key in keys if key not in busy], [key for key in keys if key in busy]
         if late and (spare := self.lease.another(len(late))) is not None and self.add(spare):
             some = late[: len(spare.rows)]
@@ -315,7 +318,7 @@ class Get(Transfer):
 
     def job_failed(self, jobs: Jobs, slot: TierSlot) -> None:
         """Ask the next tier for what this one will not give: its host may take a while to end."""
-        self._in_use.update(self._loading.get(slot.index, ()))
+        self._in_use[slot.index] = self._loading.get(slot.index, ())
         self._go_on(jobs, slot)
 
     def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
@@ -323,6 +326,7 @@ class Get(Transfer):
         rows = dict(zip(job.keys, job.chunk_ids, strict=True))
         for key in good:
             self.found.setdefault(key, rows[key])
+        self._in_use.pop(slot.index, None)
         self._go_on(jobs, slot)
 
     def _go_on(self, jobs: Jobs, slot: TierSlot) -> None:

@@ -248,11 +248,12 @@ class HostLauncher:
                     _watch(self._lender, number, life.process.pid)
                 hand_over(handover, [self._region_fd, *self._more_fds])
         except OSError as error:
-            _log.warning("%s: its host gets no memory of the pool: %s", host.name, error)
+            _log.warning("%s: its host gets no memory: %s", host.name, error)
             _kill_if_running(life)
-        self._wait(host, life)
-        if self._lender is not None:
-            self._lender.unwatch(number)
+        finally:  # a user's filter may have raised: nobody else waits for its end
+            self._wait(host, life)
+            if self._lender is not None:
+                self._lender.unwatch(number)
 
     def _wait(self, host: HostProcess, life: HostLife) -> None:
         wait_unreaped(life.process)

@@ -214,7 +214,7 @@ def test_of_several_groups_what_lacks_a_chunk_at_its_end_is_computed(hybrid):
     assert cached[0] < hybrid.whole[0]
     assert begun(engine) == 1
     assert engine.metrics()["kvtiers_late_loads"] == 1
-    assert engine.lines("its prompt is looked up again")
+    assert engine.lines("its prompt is computed")
     engine.forget()
     assert engine.generate(hybrid.prompts[0])[0] == tokens
     engine.shutdown()

@@ -202,7 +202,7 @@ def test_of_several_groups_each_part_has_the_leading_rows_of_each(whole):
     assert set(manager.asked) == {(160, 256)}, "a boundary needs all of it"
 
 
-def test_of_several_groups_a_load_that_lacks_a_chunk_ends_at_once_and_its_prompt_is_looked_up_again(whole, caplog):
+def test_of_several_groups_a_load_that_lacks_a_chunk_ends_at_once_and_its_prompt_is_computed(whole, caplog):
     caplog.set_level("INFO", logger="kvtiers.vllm")
     manager, loads = whole.manager, whole.loads
     manager.here, manager.tokens = "AB", 32
@@ -210,10 +210,10 @@ def test_of_several_groups_a_load_that_lacks_a_chunk_ends_at_once_and_its_prompt
     assert parts(loads) == [(b"B", (1, 0), False)], "it may come from another tier"
     manager.here, manager.unresolved = "ABC", False
     assert parts(loads) == [(None, (), True)], "what is there is no use"
-    assert (loads.are_open(), manager.late, whole.of.load_failed) == (False, 1, False)
+    assert (loads.are_open(), manager.late, whole.of.load_failed) == (False, 1, True)
     (line,) = caplog.messages
     assert line.startswith("request a: 4 of 6 chunks from tiers came too late")
-    assert line.endswith("looked up again")
+    assert line.endswith("its prompt is computed")
 
 
 def test_of_several_groups_a_load_ends_if_a_chunk_beside_the_boundarys_has_left(whole):

@@ -14,8 +14,9 @@ prefix of which a part is still on its way from a tier; the rows follow in parts
 A prompt of 2 GiB waits for its read alone instead of the read and the copy. Blocks of the GPU are held meanwhile, so
 few loads are pipelined at the same time, the oldest first; the others wait as before, and their copies overlap with
 the reads of others. With several KV groups vLLM takes no report about single blocks, and a prompt with windows or
-states is loaded whole or not at all: a load that lacks a chunk at its end has failed, and its request is looked up
-again, with the boundary that is left.
+states is loaded whole or not at all: a load that lacks a chunk at its end has failed, and its request is computed. It
+gets no hit of a shorter boundary: vLLM still counts the blocks of its whole prompt as reserved for it then, and admits
+no load again, of this request or of those behind it, where these and the load's own do not fit side by side.
 """
 
 import itertools
@@ -38,7 +39,7 @@ _MOST = 2
 """Loads at the same time: the rows of the second come while the last ones of the first are copied."""
 
 _WITHOUT_SOME = "are computed (vLLM: 'Recovered from KV load failure')"
-_WITHOUT_ALL = "without them the others are no use: its prompt is looked up again"
+_WITHOUT_ALL = "without them the others are no use: its prompt is computed"
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +153,7 @@ class PipelinedLoads:
         if is_last:
             del self._open[request]
             if missing := load.missing():
-                request.load_failed |= not self._is_whole
+                request.load_failed = True
                 self._note_late(load, missing)
 
     def _begin_of(self, load: _Load) -> int:
