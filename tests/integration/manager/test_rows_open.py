@@ -21,14 +21,17 @@ def keys(first, count):
 
 
 @pytest.fixture(params=[64])
-def engine(request):
+def engine(request, monkeypatch):
+    """An engine whose rank says only what the test says: the owner looks no more once a rank has settled."""
+    monkeypatch.setattr(RegionJoin, "settle", lambda join: None)
     capacity, window = 64 * LAYOUT.row_stride, request.param * LAYOUT.row_stride
-    config = {"version": 1, "primary": {"capacity": f"{capacity}B", "prefault_window": f"{window}B"}}
+    primary = {"capacity": f"{capacity}B", "prefault_window": f"{window}B"}
+    config = {"version": 1, "start_wait": "1ms", "primary": primary}
     manager = kvtiers.open_manager(config, LAYOUT)
     tensors = [np.zeros((64, 4000), np.uint8)]
     worker = kvtiers.open_worker(config, LAYOUT, tensors, engine_id=manager.engine_id)
     manager.wait_ready(60)
-    wait_until(lambda: desk_of(worker) == SETTLED)  # its copy thread says so, at some time after it has joined
+    wait_until(lambda: worker._region.state == "ready")
     yield manager, worker
     worker.shutdown()
     manager.shutdown(1)
@@ -72,7 +75,7 @@ def test_what_is_stored_gets_rows_that_are_pinned_and_older_chunks_make_room_unt
     more = manager.prepare_store(keys(300, 12), context)
     assert sorted(more.chunk_ids) == list(range(8, 20)), "nothing had to leave"
     manager.complete_store(more)
-    worker._region.settle()
+    worker._region.pinned(SETTLED)
     steps_until(manager, closed=0)
     manager.on_request_finished(context)
 
