@@ -31,14 +31,18 @@ def test_a_port_that_cannot_be_given_now_can_be_given_later(monkeypatch):
 
 def test_a_forked_process_gets_none_of_its_parents_ports():
     free_port()
-    reader, writer = os.pipe()
+    (reader, writer), (until, end) = os.pipe(), os.pipe()
     if not (child := os.fork()):
         os.write(writer, str(free_port()).encode())
+        os.read(until, 1)  # its ports are its own until it ends
         os._exit(0)
+    given = int(os.read(reader, 100))
+    ours = [free_port() for _ in range(60)]
+    os.write(end, b"x")
     os.waitpid(child, 0)
-    assert int(os.read(reader, 100)) not in [free_port() for _ in range(60)]
-    os.close(reader)
-    os.close(writer)
+    assert given not in ours
+    for descriptor in (reader, writer, until, end):
+        os.close(descriptor)
 
 
 def test_where_clients_may_get_these_ports_that_is_said(monkeypatch, tmp_path):

@@ -13,19 +13,21 @@ import pytest
 from click.testing import CliRunner
 from tests.pool_rig import LAYOUT, PoolEngine, chain, wait_until
 
+from kvtiers.api import StartError
 from kvtiers.cli.main import cli
 from kvtiers.cli.pool import status_lines
 from kvtiers.pool import keeper as keeper_module
+from kvtiers.pool.keeper import listen
 from kvtiers.pool.loan import is_served
 
 
 @pytest.fixture
 def serving(tmp_path):
-    """Start a keeper of one MiB at the given path; all end with the test."""
+    """Start a keeper of one MiB, or another size, at the given path; all end with the test."""
     running = []
 
-    def start(path):
-        command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "pool", "serve", "--size", "1MiB"]
+    def start(path, size="1MiB"):
+        command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "pool", "serve", "--size", size]
         running.append(subprocess.Popen([*command, "--socket", str(path)], stderr=subprocess.PIPE, text=True))
         return running[-1]
 
@@ -83,25 +85,24 @@ def test_a_second_keeper_at_the_same_place_is_refused_in_a_line(serving, tmp_pat
     ],
 )
 def test_a_place_that_cannot_be_the_keepers_is_a_line_that_says_what_to_do(tmp_path, path, why):
-    found = run("serve", "--size", "1MiB", "--socket", tmp_path / path)
-    assert found.exit_code == 2
-    assert found.output.endswith(f"{why.format(root=tmp_path)}\n")
-
-
-def test_more_memory_than_there_is_names_the_option(tmp_path):
-    found = run("serve", "--size", "9999TiB", "--socket", tmp_path / "pool.sock")
-    assert found.exit_code == 2
-    assert "lower --size below" in found.output
+    with pytest.raises(StartError) as found:
+        listen(tmp_path / path)
+    assert str(found.value) == f"pool: cannot serve at {tmp_path / path}: {why.format(root=tmp_path)}"
 
 
 def test_a_folder_that_somebody_else_locks_holds_no_start_up_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper_module, "_LOCKED_SECONDS", 0.05)
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    found = run("serve", "--size", "1MiB", "--socket", tmp_path / "pool.sock")
+    with pytest.raises(StartError, match=f"another process has locked {tmp_path}"):
+        listen(tmp_path / "pool.sock")
     os.close(folder)
-    assert found.exit_code == 2
-    assert f"another process has locked {tmp_path}" in found.output
+
+
+def test_more_memory_than_there_is_names_the_option(serving, tmp_path):
+    keeper = serving(tmp_path / "pool.sock", "9999TiB")
+    assert keeper.wait(60) == 2
+    assert "lower --size below" in keeper.stderr.read()
 
 
 @pytest.mark.parametrize("size", ["much", "0", "-1GiB"])
