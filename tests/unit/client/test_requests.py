@@ -98,6 +98,24 @@ def test_rows_of_a_failed_job_that_has_ended_are_used_for_the_next_tier_where_th
     assert bench.free == 8
 
 
+def test_rows_of_a_failed_job_are_not_waited_for_if_the_values_of_the_next_tier_have_come_already(bench, played, keys):
+    one, two, three = played(*keys[:2]), played(keys[0]), played(keys[0])
+    three.answers = False
+    bench.drive(one, two, three)
+    get = bench.begin(Get, keys[:2], until=bench.clock.now + 30)
+    one.says.append(JobFailed(next(iter(one.jobs)), "its host ended"))
+    bench.step()
+    bench.clock.now += 16
+    bench.step()
+    assert (len(two.jobs), get.over.is_set()) == (1, False), "it is late, and the third tier is asked"
+    two.end(success=True)
+    three.answers = True
+    bench.step()
+    bench.step()
+    assert get.over.is_set()
+    assert set(get.found) == {keys[0]}
+
+
 def test_a_get_is_over_when_the_last_of_its_loads_has_failed_though_it_still_uses_its_rows(bench, played, keys):
     one, two = played(keys[0]), played(keys[1])
     bench.drive(one, two)

@@ -260,10 +260,11 @@ class Get(Transfer):
                     if self._unknown and not is_late:
                         return
                 self._unknown = []
-                wants = bool(self._wanted) and slot.available()
-                self._is_loading = wants and self._load(jobs, slot)
-                if wants and self._in_use and not (self._is_loading or is_late):
-                    return  # its rows come back with the job that has failed
+                wanted = [key for key in self._wanted if key not in self.found] if slot.available() else []
+                keys = self._with_rows(wanted)
+                if wanted and self._in_use and not (keys or is_late):
+                    return  # their rows come back with the job that has failed
+                self._is_loading = bool(keys) and self._load(jobs, slot, keys)
             if self._is_loading and not is_late:
                 return
             self._next_tier()
@@ -284,9 +285,8 @@ class Get(Transfer):
                 unknown.append(key)
         self._unknown = unknown
 
-    def _load(self, jobs: Jobs, slot: TierSlot) -> bool:
-        keys = self._with_rows([key for key in self._wanted if key not in self.found])
-        is_sent = bool(keys) and jobs.submit(slot, self, keys, [self._row_of[key] for key in keys], is_load=True)
+    def _load(self, jobs: Jobs, slot: TierSlot, keys: Sequence[OffloadKey]) -> bool:
+        is_sent = jobs.submit(slot, self, keys, [self._row_of[key] for key in keys], is_load=True)
         if is_sent:
             self._loading[slot.index] = keys
         return is_sent
