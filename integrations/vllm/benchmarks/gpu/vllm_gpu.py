@@ -181,19 +181,7 @@ LISTS = {
 """By the option that asks for it."""
 
 
-class NoKeeper:
-    """The keeper of runs without a pool."""
-
-    def after(self, run: Run) -> list[dict[str, Any]]:
-        """Return nothing."""
-        del run
-        return []
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Keeper(NoKeeper):
+class Keeper:
     """The keeper of a pool, whose engines find it by the variable POOL."""
 
     def __init__(self, gib: int, folder: Path) -> None:
@@ -217,14 +205,12 @@ class Keeper(NoKeeper):
 
     def after(self, run: Run) -> list[dict[str, Any]]:
         """Return its figures once the engine of this run has ended, and how long that took from now on."""
-        if run.mode != "pool":
-            return []
         begun = time.perf_counter()
         while (figures := self._ask())["engine"] and time.perf_counter() < begun + 60:
             time.sleep(0.05)
         seconds = round(time.perf_counter() - begun, 2)
         place = {"primary_gib": run.primary, "gpu_gib": run.gpu_gib}
-        found = {"mode": "pool", "scene": "keeper", **place, "buried_s": seconds, **figures}
+        found = {"mode": "pool", "scene": "keeper", **place, "reclaimed_s": seconds, **figures}
         print(" ", json.dumps(found), flush=True)
         return [found]
 
@@ -600,7 +586,7 @@ def draw(options: argparse.Namespace) -> None:
 def play_all(runs: list[Run], options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Run one engine after the other, within the budget, and write what is found after each."""
     stores = Path(tempfile.mkdtemp(prefix="kvtiers-bench-", dir=options.stores))
-    keeper = Keeper(POOL[0].primary, stores) if options.pool else NoKeeper()
+    keeper = Keeper(POOL[0].primary, stores) if options.pool else None
     end = time.monotonic() + 60 * options.budget
     try:
         for number, run in enumerate(runs):
@@ -608,13 +594,15 @@ def play_all(runs: list[Run], options: argparse.Namespace, found: dict[str, Any]
             if left < 0:
                 break
             found["results"] += play(run, options, stores, min(60 * options.minutes, left + 30))
-            found["results"] += keeper.after(run)
+            if keeper is not None and run.mode == "pool":
+                found["results"] += keeper.after(run)
             if run.store not in {later.store for later in runs[number + 1 :]}:  # two of 60 GiB do not fit into memory
                 shutil.rmtree(place(run, stores), ignore_errors=True)
             found["goals"] = goals(found["results"], found["link_gb_s"])
             Path(options.json).write_text(json.dumps(found), encoding="utf-8")
     finally:
-        keeper.close()
+        if keeper is not None:
+            keeper.close()
         for root in (stores, Path(tempfile.gettempdir()) / stores.name):
             shutil.rmtree(root, ignore_errors=True)
 
