@@ -19,7 +19,8 @@ from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIde
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.pool import keeper as keeper_module
 from kvtiers.pool import loan as loan_module
-from kvtiers.pool.keeper import Keeper, listen
+from kvtiers.pool.keeper import Keeper
+from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import PoolLoan, pool_figures
 from kvtiers.pool.memory import Index, Plane
 from kvtiers.primary.pooled import PooledPrimaryTier

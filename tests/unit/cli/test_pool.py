@@ -16,8 +16,8 @@ from tests.pool_rig import LAYOUT, PoolEngine, chain, wait_until
 from kvtiers.api import StartError
 from kvtiers.cli.main import cli
 from kvtiers.cli.pool import status_lines
-from kvtiers.pool import keeper as keeper_module
-from kvtiers.pool.keeper import listen
+from kvtiers.pool import listening
+from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import is_served
 
 
@@ -70,7 +70,7 @@ def test_a_second_keeper_at_the_same_place_is_refused_in_a_line(serving, tmp_pat
     wait_until(lambda: is_served(str(path)), "it does not serve")
     second = serving(path)
     assert second.wait(60) == 2
-    why = "another keeper serves there, or give another --socket"
+    why = "another keeper serves there; give another --socket"
     assert second.stderr.read() == f"error: pool: cannot serve at {path}: {why}\n"
 
 
@@ -91,7 +91,7 @@ def test_a_place_that_cannot_be_the_keepers_is_a_line_that_says_what_to_do(tmp_p
 
 
 def test_a_folder_that_somebody_else_locks_holds_no_start_up_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeper_module, "_LOCKED_SECONDS", 0.05)
+    monkeypatch.setattr(listening, "_LOCKED_SECONDS", 0.05)
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     with pytest.raises(StartError, match=f"another process has locked {tmp_path}"):

@@ -15,7 +15,8 @@ from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, wait
 from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.pool import loan as loan_module
-from kvtiers.pool.keeper import Keeper, listen
+from kvtiers.pool.keeper import Keeper
+from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import PoolLoan, is_served, pool_figures
 from kvtiers.pool.memory import Index, Plane, Shape, residents
 from kvtiers.testing.running import descriptors_left_since, open_descriptors

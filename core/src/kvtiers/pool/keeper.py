@@ -2,10 +2,10 @@
 
 ::
 
-    no memory --> free --> lent --> burying --> checking --> free
+    no memory --> free --> lent --> reclaiming --> checking --> free
 
-    burying    its engine's connection has ended; processes that had the memory have not yet
-    checking   all of them have; each row that an entry counts for is hashed again
+    reclaiming  its engine's connection has ended; processes that had the memory have not yet
+    checking    all of them have; each row that an entry counts for is hashed again
 
 Who had the memory is told by the kernel: each loan is a descriptor of its own of the rows, with a lock on it that is
 there as long as any process has it open or mapped, ranks and tier hosts alike. A GPU's copies may go on a little
@@ -16,17 +16,14 @@ the engine brings it back.
 """
 
 import contextlib
-import errno
-import fcntl
 import logging
 import os
 import select
 import selectors
 import signal
 import socket
-import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,7 +34,8 @@ from kvtiers.api.units import format_size
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.seal import PayloadHash
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Shape, counting
+from kvtiers.pool.listening import listen
+from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Rows, Shape, counting, open_again
 from kvtiers.pool.messages import (
     POOL_FORMAT,
     Figures,
@@ -60,9 +58,9 @@ from kvtiers.pool.messages import (
 from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.region.handshake import peer_credentials, peer_pidfd
 from kvtiers.region.limits import usable_processors
-from kvtiers.region.memfd import HugePages, Mapping, map_memory
+from kvtiers.region.memfd import HugePages
 
-__all__ = ["Keeper", "listen"]
+__all__ = ["Keeper", "serve"]
 
 _log = logging.getLogger("kvtiers.pool")
 HANDOVER_SECONDS = 2.0  # engines look for their next keeper more often, but for one whose interpreter is held
@@ -71,97 +69,14 @@ _LOOK_SECONDS = 0.01  # how often a loan that nobody is known to hold is looked 
 _UNUSABLE = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, OSError, KvtiersError)
 """What a message may raise, whatever is in it. It must not end the keeper."""
 _PAUSE_SECONDS = 0.005
-_LOCKED_SECONDS = 5.0  # a keeper holds the lock for as long as it takes to bind
 _PIECE_ROWS = 64  # hashed by a thread at a stretch
 _MOST_THREADS = 8
-_LOCK = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-_EXCLUSIVE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-
-
-def listen(path: Path) -> socket.socket:
-    """Return the keeper's listening socket, in the place of one that a dead keeper left; StartError if that is alive.
-
-    Only processes of this user can connect to it.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with _alone_in(path.parent), contextlib.closing(socket.socket(listener.family, listener.type)) as probe:
-            if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
-                path.unlink()
-            before = os.umask(0o177)
-            try:
-                listener.bind(str(path))
-            finally:
-                os.umask(before)
-            listener.listen()
-    except OSError as error:
-        listener.close()
-        raise StartError(f"pool: cannot serve at {path}: {_why_not(path, error)}") from None
-    listener.setblocking(False)
-    return listener
-
-
-def _why_not(path: Path, error: OSError) -> str:
-    """Return why this path cannot be the keeper's, and what to do."""
-    if error.errno == errno.EADDRINUSE:
-        here = "another keeper serves there" if path.is_socket() else "it is no socket; remove it"
-        return f"{here}, or give another --socket"
-    if error.errno in {errno.ENOENT, errno.EACCES}:
-        return f"{error.strerror}; make {path.parent} for the engines' user, or give another --socket"
-    return error.strerror or str(error)
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other keeper is about to take a place in this folder; OSError if somebody else locks it."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        until = time.monotonic() + _LOCKED_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise OSError(f"another process has locked {folder} for {_LOCKED_SECONDS:g} s") from None
-                time.sleep(_PAUSE_SECONDS)
-        yield
-    finally:
-        os.close(lock)
-
-
-class _Rows:
-    """The rows' memfd, by a descriptor of the keeper's own, and the keeper's mapping of it, to read."""
-
-    def __init__(self, fd: int, nbytes: int, huge_pages: HugePages = "off") -> None:
-        self.fd = fd
-        self.nbytes = nbytes
-        self.mapping: Mapping = map_memory(fd, nbytes, nbytes, huge_pages, writable=False)
-
-    def lend(self) -> int:
-        """Return a descriptor that ``is_lent`` as long as any process has it, or a copy of it, open or mapped."""
-        loan = _open_again(self.fd, os.O_RDWR)
-        fcntl.fcntl(loan, fcntl.F_OFD_SETLK, _LOCK)
-        return loan
-
-    def is_lent(self) -> bool:
-        """Return whether any process has a descriptor of ``lend``."""
-        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _EXCLUSIVE)
-        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
-
-    def close(self) -> None:
-        self.mapping.close()
-        os.close(self.fd)
 
 
 def _is_readable(source: socket.socket | int) -> bool:
     waiting = select.poll()  # not select.select: a keeper may have more than 1024 descriptors
     waiting.register(source, select.POLLIN)
     return bool(waiting.poll(0))
-
-
-def _open_again(fd: int, access: int) -> int:
-    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
 
 
 class _Arena:
@@ -214,7 +129,7 @@ class Keeper:
         self._size = size
         self._huge_pages: HugePages = huge_pages
         self._early: EarlyMemory | None = None
-        self._rows: _Rows | None = None
+        self._rows: Rows | None = None
         self._arena: _Arena | None = None
         self._engine: _Peer | None = None
         self._checking: list[Future[list[int]]] = []
@@ -249,7 +164,7 @@ class Keeper:
         memory_from = time.monotonic() + self._handover
         try:
             while not self._stopping:
-                due = [_LOOK_SECONDS] if self._is_burying() else []
+                due = [_LOOK_SECONDS] if self._is_reclaiming() else []
                 if self._rows is None and self._early is None:
                     if (left := memory_from - time.monotonic()) <= 0:
                         self._make_memory()
@@ -257,7 +172,7 @@ class Keeper:
                     due.append(left)
                 for key, _ in self._selector.select(min(due, default=None)):
                     key.data()
-                self._bury()
+                self._reclaim()
                 self._end_check()
                 self._admit_next()
         finally:
@@ -313,7 +228,7 @@ class Keeper:
     def _take_memory(self) -> None:
         assert self._early is not None
         fd, _ = self._early.take()
-        self._rows = _Rows(fd, self._early.nbytes, self._huge_pages)
+        self._rows = Rows(fd, self._early.nbytes, self._huge_pages)
 
     def _adopt(self, shape: Shape, layout: CacheLayout, fds: Sequence[int]) -> str:
         """Take over what an engine brings back of another keeper; return why not, "" if it is done."""
@@ -329,14 +244,14 @@ class Keeper:
             self._drop_memory()  # made a moment ago, and lent to nobody: that of an engine is worth more
         rows, index, plane = fds
         with contextlib.ExitStack() as undo:
-            found = Index(_open_again(index, os.O_RDWR), shape, writable=True)
+            found = Index(open_again(index, os.O_RDWR), shape, writable=True)
             undo.callback(found.close)
-            uses = Plane(_open_again(plane, os.O_RDWR), shape.num_rows, writable=False)
+            uses = Plane(open_again(plane, os.O_RDWR), shape.num_rows, writable=False)
             undo.callback(uses.close)
             nbytes = os.fstat(rows).st_size
             if shape.num_rows * shape.row_stride > nbytes:
                 return "its memory is smaller than its rows"
-            self._rows = _Rows(_open_again(rows, os.O_RDWR), nbytes)
+            self._rows = Rows(open_again(rows, os.O_RDWR), nbytes)
             self._arena = _Arena(shape, layout, found, uses)
             undo.pop_all()
         _log.info("pool: took over %s that the engine brought back", format_size(nbytes))
@@ -489,7 +404,7 @@ class Keeper:
             peer.told = wait
             self._tell(peer, wait)
 
-    def _admit(self, peer: _Peer, rows: _Rows) -> None:
+    def _admit(self, peer: _Peer, rows: Rows) -> None:
         assert peer.hello is not None
         try:
             layout = CacheLayout.from_json(peer.hello.layout)
@@ -507,7 +422,7 @@ class Keeper:
         self.counts["engines"] += 1
         with contextlib.ExitStack() as closing:
             closing.callback(os.close, loan)
-            index = _open_again(self._arena.index.fd, os.O_RDONLY)
+            index = open_again(self._arena.index.fd, os.O_RDONLY)
             closing.callback(os.close, index)
             _log.info("pool: lent to process %d, with %d chunks", peer.pid, len(self._counting()))
             self._welcome(peer, (loan, index, self._arena.plane.fd))
@@ -580,13 +495,13 @@ class Keeper:
             os.close(pidfd)
         peer.pidfds.clear()
 
-    def _is_burying(self) -> bool:
+    def _is_reclaiming(self) -> bool:
         engine = self._engine
         return engine is not None and engine.sock is None and not engine.pidfds
 
-    def _bury(self) -> None:
+    def _reclaim(self) -> None:
         """Take the memory back once no process has it, and nothing is under way to it; check what is in it."""
-        if self._is_burying() and self._rows is not None and not self._rows.is_lent():
+        if self._is_reclaiming() and self._rows is not None and not self._rows.is_lent():
             engine, self._engine = self._engine, None
             assert engine is not None
             _log.info("pool: process %d has ended, and all that had its memory", engine.pid)

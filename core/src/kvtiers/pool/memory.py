@@ -14,6 +14,7 @@ counts. Words are 32 or 64 bits, and are read and written at once; processors th
 have a system call between the two sides' steps.
 """
 
+import fcntl
 import hashlib
 import os
 import struct
@@ -24,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtiers.api import OffloadKey, StartError
-from kvtiers.region.memfd import create_memfd, map_memory
+from kvtiers.region.memfd import HugePages, Mapping, create_memfd, map_memory
 
-__all__ = ["LONGEST_KEY", "Index", "Plane", "Shape", "counting", "residents"]
+__all__ = ["LONGEST_KEY", "Index", "Plane", "Rows", "Shape", "counting", "open_again", "residents"]
 
 _FORMAT = 1
 """Of index and plane. The next keeper takes over no memory of another one."""
@@ -39,6 +40,13 @@ LONGEST_KEY = 104
 _BODY = struct.Struct(f"<B3x16s{LONGEST_KEY}s")
 _ENTRY = np.dtype([("edition", "<u4"), ("key_bytes", "u1"), ("zeros", "V3"), ("digest", "V16"), ("key", "V104")])
 _DEPTHS = 1 << 12
+_LOCK = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+_EXCLUSIVE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+def open_again(fd: int, access: int) -> int:
+    """Return another open file of this descriptor's, with an access and locks of its own."""
+    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
 
 
 class Shape(NamedTuple):
@@ -56,6 +64,31 @@ class Shape(NamedTuple):
         return _HEAD.pack(
             _MAGIC, _FORMAT, self.num_rows, self.row_stride, hashlib.sha256(self.prefix.encode()).digest()
         )
+
+
+class Rows:
+    """The rows' memfd, by a descriptor of the keeper's own, and the keeper's mapping of it, to read."""
+
+    def __init__(self, fd: int, nbytes: int, huge_pages: HugePages = "off") -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.mapping: Mapping = map_memory(fd, nbytes, nbytes, huge_pages, writable=False)
+
+    def lend(self) -> int:
+        """Return a descriptor that ``is_lent`` as long as any process has it, or a copy of it, open or mapped."""
+        loan = open_again(self.fd, os.O_RDWR)
+        fcntl.fcntl(loan, fcntl.F_OFD_SETLK, _LOCK)
+        return loan
+
+    def is_lent(self) -> bool:
+        """Return whether any process has a descriptor of ``lend``."""
+        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _EXCLUSIVE)
+        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Unmap the rows and close the descriptor."""
+        self.mapping.close()
+        os.close(self.fd)
 
 
 class _Words:
