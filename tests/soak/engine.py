@@ -48,11 +48,12 @@ class Thread:
 
     def call(self, function, *arguments):
         self._was_stopped = False
-        waited, begin = self._wait_seconds(), time.monotonic()
+        # The clock is read outside of the waits, so that no wait is subtracted that lies outside of the call's time.
+        begin, waited = time.monotonic(), self._wait_seconds()
         result = function(*arguments)
-        seconds = time.monotonic() - begin
-        if seconds > self.worst:
-            seconds -= self._wait_seconds() - waited
+        if time.monotonic() - begin > self.worst:
+            waited = self._wait_seconds() - waited
+            seconds = time.monotonic() - begin - waited
             if seconds > self.worst and not self._was_stopped:
                 self.worst, self.worst_call = seconds, function.__name__
         return result

@@ -95,6 +95,25 @@ def test_a_call_in_which_the_engine_was_stopped_is_no_stall():
         signal.signal(signal.SIGCONT, before)
 
 
+def test_a_wait_for_a_processor_beside_a_call_makes_the_call_no_shorter(monkeypatch):
+    before = signal.getsignal(signal.SIGCONT)
+    waited = 0.0
+
+    def wait():
+        nonlocal waited
+        time.sleep(0.005)
+        waited += 0.005
+        return waited
+
+    try:
+        thread = engine.Thread()
+        monkeypatch.setattr(thread, "_wait_seconds", wait)
+        thread.call(time.sleep, 0.001)
+        assert thread.worst >= 0.001
+    finally:
+        signal.signal(signal.SIGCONT, before)
+
+
 def test_a_process_that_is_left_is_found_and_one_that_has_ended_is_not():
     looker = SimpleNamespace(mark=f"test-{os.getpid()}", ids={"0123456789abcdef"})
     environment = os.environ | {soak.MARK: looker.mark}
