@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from subprocess import PIPE
 
 import pytest
@@ -19,7 +20,7 @@ from click.testing import CliRunner
 from kvtiers.cli.main import cli
 from kvtiers.cli.output import in_words
 from kvtiers.cli.status import state_of, verdict, what_if_sentence, writes_per_hit
-from kvtiers.control import CommandRefused, ControlSocket, running, send_command
+from kvtiers.control import SOCKET_PREFIX, CommandRefused, ControlSocket, running, send_command
 from kvtiers.metrics import TierMetrics
 from kvtiers.status import LastTrouble, Troubles, answer_status, ask, troubles_from_the_start
 
@@ -127,6 +128,20 @@ def test_nothing_is_left_of_a_socket_that_was_closed(serve):
     while served.name in running():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_an_engine_that_has_ended_is_none_though_a_connection_of_its_is_still_open():
+    name = f"{SOCKET_PREFIX}{os.getpid()}-c0ffee-0"
+    with socket.socket(socket.AF_UNIX) as client:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{name}")
+            listener.listen()
+            client.connect(f"\0{name}")
+            taken, _ = listener.accept()
+            assert name in running()
+        with taken:
+            assert f"@{name}" in Path("/proc/net/unix").read_text()
+            assert name not in running()
 
 
 def test_a_client_that_connects_and_asks_nothing_blocks_no_other(serve):

@@ -79,6 +79,7 @@ _LONGEST_NOTE = 500
 _LONGEST_ERROR = 4000
 _LONGEST_VALUE = 80
 _LARGEST_NUMBER = 1e18  # a second's bytes, more than any machine moves; what is larger may not even be a float
+_LISTENS = "00010000"  # the flags of a socket in /proc/net/unix: __SO_ACCEPTCON of include/linux/net.h
 _ASKS = "status"
 _UNNOTED = frozenset({_ASKS, "warm-keys"})  # which come all the time; the begin and the end of a warm-up are noted
 NO_ANSWER = "what it says is no engine's answer"
@@ -294,13 +295,16 @@ class OfAnotherUser(CommandRefused):
 
 
 def running() -> list[str]:
-    """Return the names of all engines' sockets on this machine."""
+    """Return the names of all engines' sockets on this machine that listen.
+
+    A connection that an engine took has the same name, for a moment longer than the engine listens.
+    """
     try:
         with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:  # noqa: PTH123 -- no file in a folder
-            names = {line.split()[-1].removeprefix("@") for line in table if f" @{SOCKET_PREFIX}" in line}
+            sockets = [line.split() for line in table if f" @{SOCKET_PREFIX}" in line]
     except OSError:
         return []
-    return sorted(names)
+    return sorted({socket[-1].removeprefix("@") for socket in sockets if socket[3] == _LISTENS})
 
 
 def process_of(name: str) -> str:

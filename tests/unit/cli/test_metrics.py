@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtiers.cli import metrics
 from kvtiers.cli.main import cli
 from kvtiers.cli.metrics import figures_of
 from kvtiers.metrics import EngineMetrics, TierMetrics
@@ -92,6 +93,14 @@ def test_an_engine_of_another_user_is_neither_shown_nor_silent(engine, monkeypat
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     page = printed("--engine", str(os.getpid()))
     assert page["kvtiers_engines", None, None] == page["kvtiers_silent_engines", None, None] == 0
+
+
+def test_an_engine_that_ends_before_it_is_asked_is_not_silent(engine, monkeypatch):
+    name = f"kvtiers-control-{engine(stats(fs=TierMetrics()))}"
+    found = iter([[name, f"{name}-ended"]])
+    monkeypatch.setattr(metrics, "running", lambda: next(found, [name]))
+    page = printed()
+    assert (page["kvtiers_engines", None, None], page["kvtiers_silent_engines", None, None]) == (1, 0)
 
 
 @pytest.mark.parametrize(

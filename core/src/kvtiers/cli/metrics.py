@@ -102,13 +102,13 @@ class _Engines:
 
 
 def _answer(name: str) -> dict[str, Any] | None:
-    """Return an engine's answer: None if it gives none, empty if it is another user's."""
+    """Return an engine's answer: None if it gives none, empty if it is another user's or has ended meanwhile."""
     try:
         return ask_engine(name)
     except OfAnotherUser:
         return {}
     except CommandRefused:
-        return None
+        return None if name in running() else {}
 
 
 def figures_of(name: str, answer: Mapping[str, Any]) -> list[Found]:
