@@ -220,7 +220,7 @@ wheels: $(VENV)/.made  ## Build a wheel of each distribution into wheels/, for `
 	@ls wheels
 
 lock:  ## Write uv.lock again, with the newest versions of everything (needs uv)
-	uv lock --upgrade --default-index https://pypi.org/simple
+	uv lock --upgrade
 
 environment-sglang: $(SGLANG_VENV)/.made  ## Make .venv-sglang, with the real SGLang
 

@@ -11,6 +11,7 @@ import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from pip._internal.models.index import PyPI
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "uv.lock").read_text(encoding="utf-8")
@@ -68,9 +69,9 @@ def test_the_lock_is_made_from_the_tools_that_the_workspace_wants_today():
 
 
 def test_the_lock_names_pypi_and_no_other_place():
-    assert set(re.findall(r"\w+://[^/\"\s]+", TEXT)) == {"https://pypi.org", "https://files.pythonhosted.org"}
+    assert set(re.findall(r"\w+://[^/\"\s]+", TEXT)) == {PyPI.url.rstrip("/"), f"https://{PyPI.file_storage_domain}"}
     sources = [package["source"] for package in LOCK["package"] if package["name"] not in MEMBERS]
-    assert all(source == {"registry": "https://pypi.org/simple"} for source in sources)
+    assert all(source == {"registry": PyPI.simple_url} for source in sources)
 
 
 @pytest.mark.parametrize("python", PYTHONS)
