@@ -128,26 +128,25 @@ def test_a_bump_as_operators_are_shown_it(shell, tmp_path):
     assert "prod" in printed
 
 
-def test_the_readme_s_python_opens_an_engine_and_one_line_more_exports_its_figures(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tiers.yaml").write_text("version: 1\nprimary: {capacity: 64MiB}\n", encoding="utf-8")
+def test_two_calls_open_an_engine_and_the_line_of_the_operators_page_exports_its_figures(tmp_path):
+    config = tmp_path / "tiers.yaml"
+    config.write_text("version: 1\nprimary: {capacity: 64MiB}\n", encoding="utf-8")
     layout = kvtiers.CacheLayout(
         kvtiers.ModelIdentity("m", weights="w"), (kvtiers.KVGroup("g", 16),), (kvtiers.KVTensor("t", 0, 4096),)
     )
-    names = {"layout": layout, "kv_tensors": [np.zeros((8, 4096), np.uint8)]}
-    (code,) = blocks("README.md", "python")
-    exec(code, names)
+    manager = kvtiers.open_manager(config, layout)
+    worker = kvtiers.open_worker(config, layout, [np.zeros((8, 4096), np.uint8)], engine_id=manager.engine_id)
     try:
-        names["manager"].wait_ready(30)
+        manager.wait_ready(30)
         (export,) = blocks("docs/operate.md", "python")
-        collector = eval(export, names)
+        collector = eval(export, {"kvtiers": kvtiers, "manager": manager})
         try:
             assert REGISTRY.get_sample_value("kvtiers_primary_rows") > 0
         finally:
             REGISTRY.unregister(collector)
     finally:
-        names["worker"].shutdown()
-        names["manager"].shutdown(10)
+        worker.shutdown()
+        manager.shutdown(10)
 
 
 def test_the_client_s_page_runs_as_it_is_shown(tmp_path):
