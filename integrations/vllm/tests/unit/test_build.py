@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtiers._log_queue import LOGGERS, flush_logs
-from kvtiers.api import make_offload_key
+from kvtiers.api import StartError, make_offload_key
 from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
 from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.own_tiering.build import begin_start_line, open_tier
@@ -86,6 +86,17 @@ def test_a_value_goes_down_and_comes_back_in_a_tier_host_or_with_one_line_in_thi
         assert rows[:] == expected
     after = file.stat()
     assert (after.st_ino, after.st_size, after.st_nlink) == (before.st_ino, before.st_size, 1)
+
+
+def test_a_required_tier_that_cannot_be_opened_is_refused_as_vllms_own_are(memory, monkeypatch):
+    monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some GPU"})
+    rows, _ = memory
+    options = {"path": "/dev/null/no-folder", "capacity": "1MiB", "required": True, "io": "thread"}
+    config, settings = load_tier_options("kvtiers-fs", options, {"kvtiers": {"weights": "v1"}})
+    with closing(rows), memoryview(rows).cast("B", (ROWS, ROW)) as view:
+        with pytest.raises(OSError, match=r"^fs: required, but cannot be opened: ") as refused:
+            open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0")
+        assert isinstance(refused.value, StartError), "one line of the log says it"
 
 
 @pytest.mark.parametrize("estimate", [None, 7e-4])

@@ -49,10 +49,14 @@ from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
 from kvtiers_vllm.prefill_estimate import estimated_prefill_seconds
 from kvtiers_vllm.weights import is_random
 
-__all__ = ["OffTier", "OpenedTier", "begin_start_line", "open_tier"]
+__all__ = ["OffTier", "OpenedTier", "RequiredTierError", "begin_start_line", "open_tier"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took all the time there was
+
+
+class RequiredTierError(StartError, OSError):
+    """A tier that is required cannot be opened: an OSError, too, as vLLM's own tiers raise it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ def open_tier(
         undo.callback(parts.close, 0.0)
         driver = _driver_of(parts, config, settings, layout, engine, core)
         if config.required and (error := parts.tier.wait_open(config.deadline)):
-            raise StartError(f"{name}: required, but cannot be opened: {error}")
+            raise RequiredTierError(f"{name}: required, but cannot be opened: {error}")
         undo.pop_all()
     return OpenedTier(
         driver,
