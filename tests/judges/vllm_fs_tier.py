@@ -1,4 +1,8 @@
-"""vLLM's tests of its fs tier (``tiering/test_fs_tier.py``) over ``kvtiers-fs``, made by vLLM's factory."""
+"""vLLM's tests of its fs tier (``tiering/test_fs_tier.py``) over ``kvtiers-fs``, made by vLLM's factory.
+
+A test that asks for a block's file gets that of kvtiers' value; one that has vLLM's write of a file fail has kvtiers'
+write of that value fail.
+"""
 
 import dataclasses
 import time
@@ -10,6 +14,10 @@ import vllm.v1.kv_offload.tiering.fs.manager as vllm_fs
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from kvtiers.layout.storage_name import StorageNames, model_slug
+from kvtiers_fs.paths import place_of
+from kvtiers_fs.store import FsStore
 
 __all__ = ["call"]
 
@@ -32,8 +40,30 @@ def make_tier(offloading_spec, primary_kv_view, tier_type, root_dir, **options):
     common = {name: value for name, value in options.items() if name in COMMON}
     view = primary_kv_view.cast("B").cast("B", (rows, row_bytes))
     tier = SecondaryTierFactory.create_secondary_tier({"type": "kvtiers-fs", **own, **common}, view, offloading_spec)
-    tier.file_mapper = SimpleNamespace(get_file_name=lambda _key: root_dir, base_path=root_dir)
+    opened = tier.opened
+    names = StorageNames(f"{opened.namespace}/{model_slug(opened.model)}-{opened.fingerprint}/", b"")
+    tier.file_mapper = SimpleNamespace(
+        get_file_name=lambda key: _file_of(root_dir, names.name(key)), base_path=f"{root_dir}/{names.prefix}"
+    )
     return tier
+
+
+_files = {}
+"""By storage name, the files that a test has asked for."""
+
+
+def _file_of(root, name):
+    place = place_of(name)
+    _files[name] = f"{root}/{place.folder}/{place.leaf}"
+    return _files[name]
+
+
+_write_many = FsStore.write_many
+
+
+def _write_many_or_fail(store, names, srcs):
+    vllm_fs.batch_store_block([_files[name] for name in names if name in _files])
+    return _write_many(store, names, srcs)
 
 
 def lookup_and_wait(tier, keys, ctx, timeout=PATIENCE):
@@ -66,3 +96,5 @@ def call(item):
 
 
 vllm_fs.FileSystemTierManager = make_tier
+vllm_fs.batch_store_block = lambda _paths, *_rest: None
+FsStore.write_many = _write_many_or_fail
