@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -298,7 +299,7 @@ def test_replicas_do_not_write_what_another_has_written(start, faulty, machine):
 @pytest.mark.parametrize(("limit", "written"), [({"bytes_per_second": 16}, 1), ({"requests_per_second": 0.001}, 0)])
 def test_a_tier_is_used_no_faster_than_its_config_allows(start, faulty, gates, machine, io, limit, written):
     """The next turn is minutes away: a value is 256 seconds' worth of bytes, the question before it all the calls."""
-    engine = start(faulty(io=io, rate_limit=limit))
+    engine = start(faulty(io=io, rate_limit=limit, deadline="60s"))
     engine.until_available()
     engine.store(machine.keys(0, 4))
     assert engine.figures()["stored_chunks"] == len(gates.values()) == written
@@ -319,10 +320,11 @@ def test_a_line_of_a_stores_log_reaches_the_engines_log_with_the_tiers_name(star
 def test_a_store_that_floods_its_log_is_cut_short_and_goes_on(start, faulty, gates, machine, log):
     engine = start(faulty())
     engine.until_available()
+    begin = time.monotonic()
     gates.set("write", "flood")
     engine.store(machine.keys(0, 4))
     engine.until(lambda: log.lines("flood"), "its first lines")
-    assert len(log.lines("faulty: flood")) <= 200
+    assert len(log.lines("faulty: flood")) <= 50 * (time.monotonic() - begin + 2), "what a host may send in a second"
     assert engine.own()["host_starts"] == 1
     numbers = iter(range(1000, 100_000))
 
