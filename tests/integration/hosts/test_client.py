@@ -13,6 +13,8 @@ from kvtiers import ModelIdentity, open_client
 from kvtiers.testing.running import run_together
 
 PATIENCE = 60.0
+SHORT = 2.0
+"""The time of a call whose store hangs: a host that waits for a busy machine's processors has got it by then."""
 LENGTH = 10_000
 IDENTITY = ModelIdentity("test/model", weights="w1")
 KEYS = [number.to_bytes(8, "big") for number in range(64)]
@@ -131,7 +133,7 @@ def test_a_delete_that_the_store_fails_or_hangs_in_is_no_delete(opened, faulty, 
     gates.set("delete", "fail")
     assert client.delete(KEYS[:4]) == [False] * 4
     gates.set("delete", "hang")
-    assert client.delete(KEYS[:4], timeout=0.5) == [False] * 4
+    assert client.delete(KEYS[:4], timeout=SHORT) == [False] * 4
     with machine.releasing(tmp_path):
         machine.wait_until(lambda: client.delete(KEYS[:4]) == [True] * 4, "the store's next answer")
     assert gates.values() == []
@@ -188,12 +190,12 @@ def test_a_call_ends_in_its_time_though_the_store_hangs(opened, faulty, gates, m
     gates.set({"put": "write", "get": "read", "exists": "exists"}[what], "hang")
     begin = time.monotonic()
     if what == "put":
-        assert not all(put(client, range(10, 14), timeout=0.5).stored)
+        assert not all(put(client, range(10, 14), timeout=SHORT).stored)
     elif what == "get":
-        assert get(client, range(4), timeout=0.5) < 4
+        assert get(client, range(4), timeout=SHORT) < 4
     else:
-        assert client.exists_prefix([bytes([9]) * 8], timeout=0.5) == 0
-    assert 0.4 < time.monotonic() - begin < 20
+        assert client.exists_prefix([bytes([9]) * 8], timeout=SHORT) == 0
+    assert 0.9 * SHORT < time.monotonic() - begin < 20
     if what != "exists":
         assert client.stats()["free_bounce_rows"] < client.stats()["bounce_rows"], "the store may still touch them"
     with machine.releasing(tmp_path):

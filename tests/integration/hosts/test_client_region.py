@@ -18,6 +18,8 @@ from kvtiers.api import StartError
 from kvtiers.testing.running import run_together
 
 PATIENCE = 60.0
+SHORT = 2.0
+"""The time of a call whose store hangs: a host that waits for a busy machine's processors has got it by then."""
 LENGTH = 10_000
 LARGE = 300_000
 SEAL_FUTURE_WRITE = 0x10  # fcntl.F_SEAL_FUTURE_WRITE, which Python has from 3.13 on
@@ -172,7 +174,7 @@ def test_memory_that_changes_after_a_put_has_ended_is_stored_under_no_key(
     """The host hangs in the write: with parts it has the caller's memory itself there, and reads it afterwards."""
     pool = opened(faulty(deadline="60s", parts=parts))
     gates.set("write", "hang")
-    assert not any(pool.put(range(4), timeout=0.5).stored)
+    assert not any(pool.put(range(4), timeout=SHORT).stored)
     pool.poison(*range(4))
     with machine.releasing(tmp_path):
         settled(pool)
@@ -192,7 +194,7 @@ def test_what_a_store_gives_too_late_never_lands_in_the_callers_memory(
     before = hosts_of()
     gates.set("read", "hang")
     begin = time.monotonic()
-    found = pool.get(range(4), first=8, timeout=0.5)
+    found = pool.get(range(4), first=8, timeout=SHORT)
     assert found < 4
     assert time.monotonic() - begin < 20
     pool.poison(*range(8, 12))
@@ -217,9 +219,9 @@ def test_a_host_that_does_not_give_memory_back_is_killed_before_the_call_ends(
     gates.set(what, "stop")
     begin = time.monotonic()
     if what == "read":
-        assert pool.get(range(4), first=8, timeout=0.5, host_ends=True) < 4
+        assert pool.get(range(4), first=8, timeout=SHORT, host_ends=True) < 4
     else:
-        assert not any(pool.put(range(4, 8), first=8, timeout=0.5).stored)
+        assert not any(pool.put(range(4, 8), first=8, timeout=SHORT).stored)
     assert time.monotonic() - begin < 20
     pool.poison(*range(8, 12))
     assert not any(machine.state_of(pid) not in {"", "Z"} for pid in before), "its host may still use the memory"
@@ -326,7 +328,7 @@ def test_memory_that_the_caller_has_shared_by_itself_is_used_as_the_clients_own(
         os.kill(pid, signal.SIGKILL)
     machine.wait_until(lambda: pool.get(range(8)) == 8, "the host's next life")
     gates.set("read", "hang")
-    assert pool.get(range(4), first=8, timeout=0.5) < 4
+    assert pool.get(range(4), first=8, timeout=SHORT) < 4
     pool.poison(*range(8, 12))
     with machine.releasing(tmp_path):
         settled(pool)

@@ -94,6 +94,6 @@ def test_a_tier_that_moves_its_rows_by_itself_keeps_them_by_itself():
 
 
 def test_a_store_that_cannot_list_is_out_of_use_with_one_line(faulty, caplog):
-    with open_client(config({**faulty(), "name": "tier"}) | {"start_wait": "5s"}, IDENTITY, LENGTH) as client:
+    with open_client(config({**faulty(), "name": "tier"}), IDENTITY, LENGTH) as client:
         assert not put(client, "blue", 1)
     assert "cannot list what it holds, so no tenant's quota can be kept in it; leave 'quotas' out" in caplog.text

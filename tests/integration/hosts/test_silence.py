@@ -24,9 +24,15 @@ def test_a_store_of_which_no_value_can_be_read_is_named_and_taken_out_of_use_tho
 
 
 def test_a_read_that_hangs_is_named_before_its_host_is_killed(start, faulty, gates, machine, log):
-    engine = start(faulty(deadline="4s"))
+    engine = start(faulty(deadline="4s", breaker={"failures": 1000, "min_calls": 1000}))
     engine.until_available()
-    engine.store(machine.keys(0, 1))
+
+    def is_stored():  # within the deadline, on a busy machine
+        engine.forget()
+        engine.store(machine.keys(0, 1))
+        return gates.values()
+
+    engine.until(is_stored, "its value")
     engine.forget()
     gates.set("read", "hang")
     ctx = engine.ask_until(lambda: gates.reached("read"), machine.keys(0, 1), "its read")
