@@ -32,7 +32,7 @@ def running(config, layout=LAYOUT, **options):
     tensor = np.zeros((16, PAYLOAD), np.uint8)
     worker = kvtiers.open_worker(config, layout, [tensor], engine_id=manager.engine_id)
     try:
-        manager.wait_ready(30)
+        manager.wait_ready(120)  # a busy machine starts hosts slowly
         yield manager, worker, tensor
     finally:
         worker.shutdown()

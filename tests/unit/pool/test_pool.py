@@ -235,6 +235,15 @@ def test_an_engine_waits_for_the_one_before_it_and_not_for_one_at_work(path, kee
     engine.close()
 
 
+def test_a_start_that_may_wait_for_no_other_engine_still_hears_the_keeper_out(path, keeper):
+    """A keeper's word takes a moment, and on a busy machine a long one."""
+    wait_until(lambda: keeper.figures()["populated"], "it is not populated")
+    engine = PoolEngine(path, deadline=0)
+    with pytest.raises(StartError, match=f"process {os.getpid()} has its memory"):
+        PoolEngine(path, deadline=0)
+    engine.close()
+
+
 def test_memory_is_taken_back_after_the_last_rank_has_ended(path, keeper):
     engine = stored(path, KEYS)
     rank = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

@@ -47,6 +47,7 @@ _log = logging.getLogger("kvtiers.pool")
 _LOOK_SECONDS = 0.25  # how often a loan sees whether its keeper is there, or looks for the next one
 _SEND_SECONDS = 5.0  # a keeper that takes nothing for so long counts as ended
 _MOST_ROWS = 256  # of one message, which is 30 KiB then
+_ANSWER_SECONDS = 10.0  # for the keeper's first word
 _IN_USE_SECONDS = 10.0
 _STOP_SECONDS = 5.0
 
@@ -98,7 +99,7 @@ def pool_figures(path: str, timeout: float = _SEND_SECONDS) -> dict[str, Any]:
 
 def _welcome(sock: socket.socket, deadline: float) -> tuple[Welcome, list[int]]:
     """Return the keeper's WELCOME and its three descriptors; StartError says why there is none in time."""
-    until = time.monotonic() + min(_IN_USE_SECONDS, deadline)
+    until, has_answered = time.monotonic() + _ANSWER_SECONDS, False
     why = "the keeper did not answer in time"
     while (left := until - time.monotonic()) > 0:
         sock.settimeout(left)
@@ -111,7 +112,9 @@ def _welcome(sock: socket.socket, deadline: float) -> tuple[Welcome, list[int]]:
         match decode_report(message):
             case Wait(reason, ends):
                 why = f"{reason}, for longer than this start can wait"
-                until = max(until, time.monotonic() + deadline) if ends else until
+                now = time.monotonic()
+                until = until if has_answered else now + min(_IN_USE_SECONDS, deadline)
+                until, has_answered = max(until, now + deadline) if ends else until, True
                 _log.info("pool: %s; the start waits for %.0f s at most", reason, until - time.monotonic())
             case Welcome() as welcome if len(fds) == 3:
                 return welcome, fds
