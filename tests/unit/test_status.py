@@ -17,12 +17,13 @@ from subprocess import PIPE
 import pytest
 from click.testing import CliRunner
 
+from kvtiers import status
 from kvtiers.cli.main import cli
 from kvtiers.cli.output import in_words
 from kvtiers.cli.status import state_of, verdict, what_if_sentence, writes_per_hit
 from kvtiers.control import SOCKET_PREFIX, CommandRefused, ControlSocket, running, send_command
 from kvtiers.metrics import TierMetrics
-from kvtiers.status import LastTrouble, Troubles, answer_status, ask, troubles_from_the_start
+from kvtiers.status import LastTrouble, Troubles, answer_status, troubles_from_the_start
 
 TIER = {
     "off": "",
@@ -79,6 +80,25 @@ def answering(status, **how):
 
 def stats(**tiers):
     return {"engine": {}, "primary": {}, "tiers": tiers}
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """An engine answers as late as a busy machine lets it."""
+    monkeypatch.setattr(status, "_ASK_SECONDS", 60.0)
+
+
+def ask(name, seconds=60.0):
+    return status.ask(name, seconds)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["status", *arguments])
+
+
+def run_of_ours(*arguments):
+    """Of the engines of this process alone: tests beside it have theirs."""
+    return run("--engine", str(os.getpid()), *arguments)
 
 
 @pytest.fixture
@@ -186,7 +206,7 @@ def test_an_engine_whose_server_is_gone_says_so(tmp_path, method):
             while not ask(name)["orphaned"]:
                 assert time.monotonic() < until, "it does not say that its server is gone"
                 time.sleep(0.05)
-            lines = CliRunner().invoke(cli, ["status"]).stdout
+            lines = run("--engine", pid).stdout
             assert "namespace 'prod', fingerprint c0ffee" in lines
             assert f"orphaned: the server that started it has ended, so no request arrives; kill {pid}" in lines
         finally:
@@ -289,10 +309,6 @@ def test_a_start_that_fails_listens_to_the_log_no_longer():
 
 
 FULL = "full: its store has not taken 4 values; what it holds is read as before; raise 'capacity'"
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli, ["status", *arguments])
 
 
 def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
@@ -504,7 +520,7 @@ def test_one_sentence_says_whether_a_tier_pays_and_if_not_why(figures, sentence)
 def test_the_state_of_a_tier_says_what_holds_it_up(serve, figures, state):
     name = f"fs-{os.getpid()}"  # other engines of this machine are listed, too
     serve(answer(**{name: TIER | figures}))
-    lines = CliRunner().invoke(cli, ["status"]).stdout.splitlines()
+    lines = run_of_ours().stdout.splitlines()
     (row,) = [line for line in lines if line.split()[:1] == [name]]
     assert row.split("  ")[1].strip() == state or f" {state} " in row
 
@@ -547,14 +563,14 @@ def report(**more):
 
 def test_what_if_is_a_table_and_one_sentence(serve):
     serve(answer(fs=TIER) | {"what_if": report()})
-    shown = CliRunner().invoke(cli, ["status", "--what-if"]).output
+    shown = run_of_ours("--what-if").output
     assert "16GiB" in shown
     assert "512GiB" in shown
     assert "39.5 %" in shown
     assert "250,000 chunks asked for, 6.2 % of them in the sample, 3 requests left out" in shown
     sentence = "with turn-hazard +6.1 points; with 128GiB +3.4; the fs tier adds 8.0; the s3 tier adds 0.2: drop it"
     assert f"what if: {sentence}\n" in shown
-    assert "what if" not in CliRunner().invoke(cli, ["status"]).output
+    assert "what if" not in run_of_ours().output
 
 
 def test_what_if_says_when_nothing_would_help_and_when_it_is_too_early():
@@ -570,7 +586,7 @@ def test_what_if_says_when_nothing_would_help_and_when_it_is_too_early():
 
 def test_an_engine_without_shadow_caches_says_how_to_have_them(serve):
     serve(answer(fs=TIER))
-    shown = CliRunner().invoke(cli, ["status", "--what-if"]).output
+    shown = run_of_ours("--what-if").output
     assert "'what_if: true' in the engine's config" in shown
 
 
@@ -580,7 +596,7 @@ def test_writes_per_hit_are_said_once_there_are_enough(serve):
     said = "4.0 writes per hit: 5,000 chunks written, 1,250 hits"
     assert writes_per_hit(TIER | {"written_chunks": 5000, "hits": 1250}) == said
     serve(answer(fs=TIER | {"written_chunks": 5000, "hits": 1250}))
-    assert f"  fs: {said}\n" in CliRunner().invoke(cli, ["status"]).output
+    assert f"  fs: {said}\n" in run_of_ours().output
 
 
 def test_a_tier_that_was_put_out_of_use_for_good_is_not_said_to_be_in_use():
@@ -601,7 +617,7 @@ def test_the_budget_that_costs_hits_is_named_with_what_to_change(serve):
     engine = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs"]), lambda: stats(fs=figures), lambda *_: {})
     try:
         said_of_it = ask(engine.name)["tiers"]["fs"]
-        shown = CliRunner().invoke(cli, ["status"]).output
+        shown = run_of_ours().output
     finally:
         engine.close()
     assert said_of_it["written_chunks"] == 400
@@ -631,13 +647,13 @@ EVENTS = {"endpoint": "tcp://*:5557", "error": "", "batches": 1234, "chunks": 56
 )
 def test_an_engine_says_whether_its_kv_events_are_published(serve, changed, line):
     serve(answer(fs=TIER) | {"events": EVENTS | changed})
-    assert f"  {line}\n" in CliRunner().invoke(cli, ["status"]).output
+    assert f"  {line}\n" in run_of_ours().output
 
 
 @pytest.mark.parametrize("events", [[], {"endpoint": 5}, EVENTS | {"batches": "many"}])
 def test_a_report_of_kv_events_that_is_none_is_no_engine_s_answer(serve, events):
     serve(answer(fs=TIER) | {"events": events})
-    assert "no engine's answer" in CliRunner().invoke(cli, ["status"]).output
+    assert "no engine's answer" in run_of_ours().output
 
 
 @pytest.mark.parametrize(
@@ -645,19 +661,17 @@ def test_a_report_of_kv_events_that_is_none_is_no_engine_s_answer(serve, events)
 )
 def test_loads_that_came_late_are_counted_where_vllms_warning_sends_an_operator(serve, late, said):
     serve({**answer(fs=TIER), "figures": {"late_loads": late}})
-    assert f"  {said}: vLLM logs 'Recovered from KV load failure' for each\n" in (
-        CliRunner().invoke(cli, ["status"]).output
-    )
+    assert f"  {said}: vLLM logs 'Recovered from KV load failure' for each\n" in (run_of_ours().output)
 
 
 def test_loads_that_came_in_time_are_no_line(serve):
     serve({**answer(fs=TIER), "figures": {"late_loads": 0}})
-    assert "came late" not in run("--engine", str(os.getpid())).stdout, "another engine of this machine may say so"
+    assert "came late" not in run_of_ours().stdout, "another engine of this machine may say so"
 
 
 def shown(serve, tier, **more):
     serve(answer(fs=TIER | tier) | more)
-    return run("--engine", str(os.getpid())).stdout.splitlines()
+    return run_of_ours().stdout.splitlines()
 
 
 def test_what_the_trouble_was_stands_once_below_the_table_with_its_age(serve):
@@ -759,5 +773,5 @@ def test_the_status_of_an_engine_is_asked_for_without_a_line_in_its_log(serve, c
 
 def test_a_machine_that_shows_no_sockets_is_said_so(monkeypatch):
     monkeypatch.setattr("kvtiers.cli.engines._SOCKETS", "/nowhere/net/unix")
-    done = CliRunner().invoke(cli, ["status"])
+    done = run_of_ours()
     assert "no engine can be found: /nowhere/net/unix cannot be read" in done.stderr
