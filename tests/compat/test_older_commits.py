@@ -111,7 +111,9 @@ def tier_of(tmp_path_factory):
             if kind not in started:
                 started[kind] = {**KINDS, "slab": Slab}[kind](tmp_path_factory.mktemp(kind))
                 started[kind].start(stack)
-            return started[kind].tier() | {"name": kind}
+            tier = started[kind].tier() | {"name": kind}
+            # Of each kind's own, a second, some calls of a busy machine's server would take longer.
+            return tier | ({"timeout": "30s"} if "timeout" in tier else {})
 
         yield tier_of
 
