@@ -101,10 +101,12 @@ def test_a_worker_that_is_refused_for_its_tensors_has_not_joined():
     layout = layout_of(tp=1)
     config = {"version": 1, "primary": {"capacity": 4 * layout.row_stride}}
     manager = kvtiers.open_manager(config, layout)
+    before = set(threading.enumerate())
     try:
         with pytest.raises(ConfigError, match="0 KV tensors, but the layout names 3"):
             kvtiers.open_worker(config, layout, [], engine_id=manager.engine_id)
-        assert not [each.name for each in threading.enumerate() if each.name in {"kvtiers-join", "kvtiers-copy-0"}]
+        new = {each.name for each in threading.enumerate() if each not in before}
+        assert not new & {"kvtiers-join", "kvtiers-copy-0"}
         with pytest.raises(StartError, match=r"these did not join within 0\.2 s: 0"):
             manager.wait_ready(0.2)
     finally:
