@@ -47,7 +47,7 @@ class TestAzureStore(StoreTests):
             control.request("GET", "/")
             with ThreadPoolExecutor(1) as pool:
                 writing = pool.submit(store.write, "a", value(2))
-                until = time.monotonic() + 5
+                until = time.monotonic() + 60
                 while len(unread(server.port)) < 2 and time.monotonic() < until:
                     time.sleep(0.01)
                 requests = len(unread(server.port))

@@ -65,5 +65,7 @@ def test_an_idle_engine_notices_that_its_full_disk_has_room_and_stores_what_it_d
     assert own(engine)["full"] == 1, "it was tried, and is full"
     others.unlink()
     wait_until(lambda: own(engine)["full"] == 0, "its having room")
-    assert [line for line in caplog.messages if line.startswith("fs: takes values again")]
-    assert engine.manager.stats()["tiers"]["fs"]["stored_chunks"] == 1, "the last one of those that it had not taken"
+    wait_until(lambda: "fs: takes values again" in caplog.text, "the line that says so")
+    stored = lambda: engine.manager.stats()["tiers"]["fs"]["stored_chunks"]  # noqa: E731
+    wait_until(stored, "its storing one")
+    assert stored() == 1, "the last one of those that it had not taken"

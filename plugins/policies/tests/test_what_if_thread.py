@@ -26,7 +26,7 @@ def opened(rows: int = 100, core_share: float = 1.0, **more) -> WhatIf:
 
 
 def wait_for(what_if: WhatIf, holds) -> dict:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (report := what_if.report()) or not holds(report):
         assert time.monotonic() < until, report
         assert what_if._thread.is_alive()

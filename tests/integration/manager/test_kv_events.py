@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.kv_event_subscriber import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
 
+from kvtiers._log_queue import flush_logs
 from kvtiers.api import ConfigError, block_hash_of
 from kvtiers.client import open_client
 from kvtiers.config import EventsConfig
@@ -163,6 +164,7 @@ def test_two_engines_on_one_endpoint_the_second_one_serves_without_events(start,
     first = start(memory(), events=EVENTS)
     taken = first.manager.publisher.report()["endpoint"]
     second = start(memory(), events={**EVENTS, "endpoint": taken})
+    flush_logs(60)
     lines = [record.getMessage() for record in caplog.records if record.name == "kvtiers.events"]
     assert len(lines) == 1
     assert lines[0].startswith(f"events: {taken}: it is in use")
