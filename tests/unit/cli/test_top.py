@@ -116,9 +116,9 @@ def test_once_prints_a_list_for_programs(engine):
 
 def test_on_a_terminal_it_goes_on_until_it_is_interrupted(engine):
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 200, 80, 0, 0))
     program = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "top", "--interval", "0.1"]
-    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "200"}  # room for the engines of other tests
 
     with subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=theirs, env=terminal) as top:
         os.close(theirs)
