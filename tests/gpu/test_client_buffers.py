@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvtiers import ModelIdentity, open_client
+from kvtiers._log_queue import flush_logs
 from kvtiers.gpu.cuda import buffers
 from kvtiers.gpu.cuda import driver as cuda_driver
 
@@ -250,10 +251,10 @@ def test_the_stream_that_an_array_names_is_waited_for_within_the_time_of_the_cal
     there = played.array(value(1), stream=stream)
     played.is_working = True
     begun = time.monotonic()
-    result = client.put(keys(1), [there], timeout=0.05)
+    result = client.put(keys(1), [there], timeout=0.5)
     assert result.stored == [False]
     assert "the GPU has not ended its work" in result.error
-    assert client.get_into(keys(1), [there], timeout=0.05) == [False]
+    assert client.get_into(keys(1), [there], timeout=0.5) == [False]
     assert time.monotonic() - begun < PATIENCE / 2
     assert set(played.recorded) == {stream}
     assert client.stats()["expired_calls"] == 2
@@ -278,6 +279,7 @@ def test_what_is_no_contiguous_buffer_of_a_device_is_refused_and_keeps_no_other_
     turned = played.array(value(1).reshape(3, 4096), strides=(1, 3))
     good = played.array(value(2).reshape(3, 4096), strides=(4096, 1))
     assert client.put(keys(4), [Grads(), unknown, turned, good]).stored == [False, False, False, True]
+    flush_logs(PATIENCE)
     assert "requires grad" in caplog.text
     read_only = played.array(value(3), read_only=True)
     assert client.get_into(keys(1, 3), [read_only]) == [False]
@@ -293,6 +295,7 @@ def test_rows_that_cannot_be_pinned_cost_speed_alone(client, played, caplog) -> 
         assert client.get_into(keys(1, seed), [back]) == [True]
         assert bytes_of(back) == value(seed).tobytes()
     assert "cuMemcpyBatchAsync" not in played.calls
+    flush_logs(PATIENCE)
     assert caplog.text.count("cannot be pinned") == 1
 
 
