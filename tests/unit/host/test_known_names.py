@@ -1,6 +1,5 @@
 import pytest
 
-from kvtiers.host import messages, store_calls
 from kvtiers.host.store_calls import KnownNames
 
 
@@ -24,12 +23,11 @@ def test_what_is_forgotten_is_asked_for(names):
     assert names.sort(["a", "b", "c"]) == ([1], [0, 2])
 
 
-def test_its_memory_is_bounded_and_loses_the_oldest(names, monkeypatch):
-    monkeypatch.setattr(store_calls, "_MOST_KNOWN", 100)
-    monkeypatch.setattr(messages, "_DROPPED_AT_ONCE", 10)
+def test_its_memory_is_bounded_and_loses_the_oldest():
+    names = KnownNames(60.0, most=80)
     for number in range(1000):
         names.learn([f"name {number}"])
-        assert len(names._until) <= 100
+        assert len(names._until) <= 80
     present, _ = names.sort([f"name {number}" for number in range(1000)])
     assert present == list(range(1000 - len(present), 1000))
-    assert len(present) >= 89
+    assert len(present) >= 69

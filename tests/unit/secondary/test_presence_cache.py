@@ -1,7 +1,6 @@
 import pytest
 
 from kvtiers.api import LookupResult
-from kvtiers.host import messages
 from kvtiers.secondary import presence_cache
 from kvtiers.secondary.presence_cache import PresenceCache
 
@@ -233,9 +232,8 @@ def test_too_few_or_too_many_answers_do_no_harm(tier, asked, keys, answers):
     assert None not in tier._verdicts
 
 
-def test_its_memory_is_bounded(tier, kit, monkeypatch):
-    monkeypatch.setattr(presence_cache, "_MAX_VERDICTS", 1000)
-    monkeypatch.setattr(messages, "_DROPPED_AT_ONCE", 100)
+def test_its_memory_is_bounded(clock, asked, kit):
+    tier = PresenceCache(60.0, 30.0, clock, asked, most=1000)
     for number in range(5000):
         tier.stored([kit.key(number)])
         assert len(tier._verdicts) <= 1000

@@ -1,8 +1,6 @@
 import pytest
 
-from kvtiers.host import messages
 from kvtiers.host.messages import Status
-from kvtiers.secondary import presence_cache
 from kvtiers.secondary.presence_cache import SuspectKeys
 
 DONE, MISSING, PRESENT = Status.DONE, Status.MISSING, Status.PRESENT
@@ -33,13 +31,12 @@ def test_a_store_begins_no_doubt(suspects):
     assert suspects.among(KEYS) == b""
 
 
-def test_its_doubts_are_bounded_and_lose_the_oldest(suspects, monkeypatch):
-    monkeypatch.setattr(presence_cache, "_MOST_SUSPECT", 100)
-    monkeypatch.setattr(messages, "_DROPPED_AT_ONCE", 10)
+def test_its_doubts_are_bounded_and_lose_the_oldest():
+    suspects = SuspectKeys(most=80)
     keys = [f"{number}".encode() for number in range(1000)]
     for start in range(0, 1000, 4):
         suspects.note(keys[start : start + 4], bytes([MISSING] * 4), is_load=True)
-        assert len(suspects.keys) <= 100
+        assert len(suspects.keys) <= 80
     still = suspects.among(keys)
     assert still.index(1) == 1000 - still.count(1)
-    assert still.count(1) >= 89
+    assert still.count(1) >= 69

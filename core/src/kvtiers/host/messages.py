@@ -236,7 +236,8 @@ Report: TypeAlias = Event | Stats | LogLine
 
 
 def drop_oldest(remembered: dict[_Key, _Value], most: int) -> None:
-    """Drop the oldest entries of a dict that has grown over ``most``."""
+    """Drop the oldest entries of a dict that has grown over ``most``, and an eighth of it more, 1,024 at most."""
     if len(remembered) > most:
-        for oldest in list(itertools.islice(remembered, len(remembered) - most + _DROPPED_AT_ONCE)):
+        at_once = min(_DROPPED_AT_ONCE, most // 8)
+        for oldest in list(itertools.islice(remembered, len(remembered) - most + at_once)):
             del remembered[oldest]

@@ -243,15 +243,16 @@ class Attempts:
 
 
 class KnownNames:
-    """The names of one store; for many threads. ``seconds``: how long a name counts as present.
+    """The names of one store, the latest ``most``; for many threads. ``seconds``: how long a name counts as present.
 
     Names are remembered by their hash alone: two that share one, a chance of one in 10^9 with a full memory, cost a
     write that is not made.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic, *, most: int = _MOST_KNOWN) -> None:
         self._seconds = seconds
         self._clock = clock
+        self._most = most
         self._until: dict[int, float] = {}
         self._lock = threading.Lock()
 
@@ -273,7 +274,7 @@ class KnownNames:
             until = self._clock() + self._seconds
             for name in names:
                 self._until[hash(name)] = until
-            drop_oldest(self._until, _MOST_KNOWN)
+            drop_oldest(self._until, self._most)
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove names that are absent, or whose presence is unknown."""

@@ -16,7 +16,7 @@ from kvtiers.host.messages import Status, drop_oldest
 
 __all__ = ["PresenceCache", "SuspectKeys"]
 
-_MAX_VERDICTS = 250_000
+_MOST_VERDICTS = 250_000
 _MOST_SUSPECT = 8_192
 _MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is reused no longer than this
 _LEAST_SECONDS = 0.2  # an answer that expired before the next lookup would be asked for again and again
@@ -38,6 +38,7 @@ class PresenceCache:
     """The verdicts of one tier. ``send(probe_id, keys, is_prefix)`` asks; False: it cannot be asked now.
 
     ``exists_ttl``: seconds for which an answer is reused. ``deadline``: seconds in which a question is answered.
+    ``most``: verdicts that are remembered.
     """
 
     def __init__(
@@ -46,11 +47,14 @@ class PresenceCache:
         deadline: float,
         clock: Callable[[], float],
         send: Callable[[int, Sequence[OffloadKey], bool], bool],
+        *,
+        most: int = _MOST_VERDICTS,
     ) -> None:
         self.set_ttl(exists_ttl)
         self._deadline = deadline
         self._clock = clock
         self._send = send
+        self._most = most
         self._verdicts: dict[OffloadKey, float] = {}  # until when: positive a HIT, negative a MISS
         self._asked: dict[OffloadKey, int] = {}
         self._probes: dict[int, _Probe] = {}  # the oldest first
@@ -123,7 +127,7 @@ class PresenceCache:
             asked.pop(key, None)
         known = [(key, until[there > 0]) for key, there in zip(probe.keys, answers, strict=False)]
         self._verdicts.update(itertools.compress(known, mine))
-        drop_oldest(self._verdicts, _MAX_VERDICTS)
+        drop_oldest(self._verdicts, self._most)
 
     def failed(self, probe_id: int) -> None:
         """Record that a probe failed: its chunks are misses for now."""
@@ -165,7 +169,7 @@ class PresenceCache:
         if self._asked:
             for key in learnt:
                 self._asked.pop(key, None)
-        drop_oldest(self._verdicts, _MAX_VERDICTS)
+        drop_oldest(self._verdicts, self._most)
 
     def _want(self, keys: Sequence[OffloadKey], now: float) -> LookupResult:
         """Queue a question about an unknown run, except for chunks being asked for or behind a known MISS."""
@@ -200,18 +204,19 @@ class SuspectKeys:
     """Suspect keys of one tier: ``exists`` said yes, but the load did not bring the chunk, or it was deleted.
 
     The next store of such a key overwrites whatever is there, without asking first: a value of another format or length
-    would stand in its way for ever. Kept on the engine's side, so that it holds for every host of the tier. For one
-    thread.
+    would stand in its way for ever. Kept on the engine's side, so that it holds for every host of the tier; the latest
+    ``most`` are. For one thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST_SUSPECT) -> None:
+        self._most = most
         self.keys: dict[OffloadKey, None] = {}
 
     def note(self, keys: Sequence[OffloadKey], statuses: bytes | bytearray, *, is_load: bool) -> None:
         """Update the suspects by a job's statuses: a load's miss adds its key, a value read or written removes it."""
         if is_load and not _NOT_GIVEN.isdisjoint(statuses):
             self.keys.update((key, None) for key, status in zip(keys, statuses, strict=False) if status in _NOT_GIVEN)
-            drop_oldest(self.keys, _MOST_SUSPECT)
+            drop_oldest(self.keys, self._most)
         if self.keys:
             for key, status in zip(keys, statuses, strict=False):
                 if status == Status.DONE:
@@ -220,7 +225,7 @@ class SuspectKeys:
     def deleted(self, keys: Iterable[OffloadKey]) -> None:
         """Add keys whose values were removed: another host of the tier may still take them for present."""
         self.keys.update(dict.fromkeys(keys))
-        drop_oldest(self.keys, _MOST_SUSPECT)
+        drop_oldest(self.keys, self._most)
 
     def among(self, keys: Sequence[OffloadKey]) -> bytes:
         """Return a byte for each of these keys, 1 for a suspect one; nothing if none is."""
