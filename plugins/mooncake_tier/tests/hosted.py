@@ -15,6 +15,7 @@ from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.secondary.supervisor import HostPace
 from kvtiers.types import RequestContext
 from kvtiers_mooncake.config import MooncakeConfig
 
@@ -120,7 +121,7 @@ def hosted(config: MooncakeConfig) -> Iterator[Hosted]:
     fd = create_memfd("kvtiers-mooncake-test", total)
     mapping = map_memory(fd, total, total)
     region = HostedRegion(fd, total, total, VALUE_BYTES, [(PAYLOAD_BYTES, VALUE_BYTES)])
-    hosts = TierHosts(region, "ns", lambda: _NAMES)
+    hosts = TierHosts(region, "ns", lambda: _NAMES, pace=HostPace(first_delay=0.05))
     plugin = load_tier(config.type)
     tier = ChunkStoreTier(config, hosts.pool(config, plugin), when_full=plugin.when_full)
     try:

@@ -19,11 +19,10 @@ QUICK = {"breaker": {"delay": "50ms", "max_delay": "200ms"}, "exists_ttl": "100m
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """A host is started again soon, and has its settings by its config alone, not by a store of this process."""
+    """A host has its settings by its config alone, not by a store of this process."""
     for name in [*os.environ]:
         if name.startswith(("MC_", "GLOG_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.05)
 
 
 @pytest.fixture

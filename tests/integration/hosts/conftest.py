@@ -13,10 +13,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from kvtiers.secondary.placement import TierHosts
+from kvtiers.secondary.supervisor import HostPace
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("kvtiers_hosts_harness", HERE / "harness.py")
@@ -173,7 +177,7 @@ def start(tmp_path, caplog, monkeypatch):
     """Start an engine in this process; at the end it is shut down, and must have left nothing behind."""
     caplog.set_level(logging.INFO, "kvtiers")
     # Seconds after each death, and at each end that hangs, are much for many tests.
-    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.05)
+    monkeypatch.setattr("kvtiers.tier_set.TierHosts", partial(TierHosts, pace=HostPace(first_delay=0.05)))
     monkeypatch.setattr("kvtiers.secondary.store_tier._CLOSE_SECONDS", 0.7)
     monkeypatch.setattr("kvtiers.tier_set._CLOSE_SECONDS", 1.0)
     engines = []

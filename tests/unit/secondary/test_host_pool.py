@@ -20,7 +20,6 @@ from kvtiers.host.messages import (
     Status,
     StoreJob,
 )
-from kvtiers.secondary import host_pool
 from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.tier_jobs import InflightJob
@@ -84,9 +83,8 @@ def test_jobs_go_to_the_host_with_the_fewest_values_in_flight(keys):
 
 
 @pytest.mark.parametrize("is_awaited", [False, True])
-def test_hosts_without_work_are_polled_once_in_a_while_or_each_time_if_they_are_awaited(is_awaited, monkeypatch):
-    group = Group(2, is_awaited=is_awaited)
-    monkeypatch.setattr(host_pool, "_LOOK_SECONDS", 1e6)
+def test_hosts_without_work_are_polled_once_in_a_while_or_each_time_if_they_are_awaited(is_awaited):
+    group = Group(2, is_awaited=is_awaited, look_seconds=1e6)
     group.events()
     group.played[0].say(Opened("it is gone"))
     group.played[1].say(Opened("it is gone"))

@@ -10,12 +10,12 @@ import pytest
 
 from kvtiers._log_queue import queue_logs
 from kvtiers.secondary import supervisor
-from kvtiers.secondary.supervisor import HostLauncher, HostProcess
+from kvtiers.secondary.supervisor import HostLauncher, HostPace, HostProcess
 
 
 @pytest.fixture
 def launcher(monkeypatch, kit):
-    """A launcher whose hosts sleep."""
+    """A launcher whose hosts sleep, and are started again soon."""
     processes = []
 
     def fork(_launcher, _host, _theirs, _handover):
@@ -23,7 +23,7 @@ def launcher(monkeypatch, kit):
         return processes[-1]
 
     monkeypatch.setattr(HostLauncher, "_fork", fork)
-    launcher = HostLauncher(0)
+    launcher = HostLauncher(0, pace=HostPace(first_delay=0.01))
     yield launcher
     hosts = list(launcher._hosts)
     for host in hosts:
@@ -51,11 +51,10 @@ def log_filter():
         log.removeFilter(passes)
 
 
-def test_a_filter_of_the_user_that_raises_ends_no_thread(launcher, log_filter, kit, monkeypatch):
+def test_a_filter_of_the_user_that_raises_ends_no_thread(launcher, log_filter, kit):
     def passes(record):
         return record.request_id  # of another library's records
 
-    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
     log_filter(passes)
     logs = queue_logs()
     try:
@@ -71,8 +70,7 @@ def test_a_filter_of_the_user_that_raises_ends_no_thread(launcher, log_filter, k
     life.connection.close()
 
 
-def test_a_record_factory_of_the_user_that_raises_ends_no_thread(launcher, kit, monkeypatch):
-    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
+def test_a_record_factory_of_the_user_that_raises_ends_no_thread(launcher, kit):
     refused, honest = [], logging.getLogRecordFactory()
 
     def make(*args, **kwargs):
@@ -96,7 +94,6 @@ def test_a_record_factory_of_the_user_that_raises_ends_no_thread(launcher, kit, 
 
 @pytest.mark.parametrize("error", [OSError(24, "no descriptor"), RuntimeError("can't start new thread"), MemoryError()])
 def test_a_host_that_cannot_be_tied_is_reaped_and_started_again(launcher, kit, monkeypatch, error):
-    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
     tie, given = supervisor.lifeline, []
 
     def lifeline(process):

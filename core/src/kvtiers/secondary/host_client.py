@@ -41,10 +41,6 @@ BUMPED = "its namespace was bumped while this engine ran, which holds KV from be
 _log = logging.getLogger("kvtiers.secondary")
 _EVENTS_PER_POLL = 2048
 _POLL_SECONDS = 0.005
-# How often a host is polled while no request waits for its answer. Polling seldom is cheaper: most of the cost are the
-# first calls, whose code and data the engine's own work has evicted from the processor's caches. All hosts are polled
-# in the same step.
-_LOOK_SECONDS = 0.02
 _GONE = "its host ended"
 _UNOPENED = "its store has neither opened nor said why not"
 _LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
@@ -89,6 +85,7 @@ class HostClient:
         self._stats: dict[str, float] = {}
         self._open_error: str | None = None
         self._look_at = 0.0
+        self._look_seconds = link.launcher.pace.look_seconds
         self._epoch: str | None = None
 
     # -- the backend
@@ -167,7 +164,7 @@ class HostClient:
         now, events = time.monotonic(), self._events
         if now < self._look_at and not (self._loads or self._probes or events or self._is_awaited):
             return ()
-        self._look_at = now - now % _LOOK_SECONDS + _LOOK_SECONDS
+        self._look_at = now - now % self._look_seconds + self._look_seconds
         with self._link.lock:  # another thread may poll, too: it must not add events to a list already returned
             self._link.poll()
             if len(events) > _EVENTS_PER_POLL:

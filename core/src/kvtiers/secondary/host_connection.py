@@ -34,10 +34,8 @@ __all__ = ["HostConnection", "LinkedTier"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _OUTBOX_BYTES = 4 * 2**20
-_FRAMES_PER_POLL = 1024
 _BYTES_AT_ONCE = 1 << 16  # the allocator would map a larger buffer for each read
 _UNASKED_AT_FIRST, _UNASKED_PER_SECOND = 500, 200  # messages that answer nothing; a host sends a quarter of it
-_LAST_SECONDS = 1.0  # for a host that has closed its connection to end by itself
 
 
 class LinkedTier(Protocol):
@@ -178,7 +176,7 @@ class HostConnection:
 
     def _receive(self, life: HostLife) -> None:
         try:
-            left = _FRAMES_PER_POLL
+            left = self.launcher.pace.frames_per_poll
             if self._reader.waiting:
                 left -= self._take_messages(left)
                 if not left:
@@ -243,5 +241,5 @@ class HostConnection:
         self.life.connection.close()
         self.outbox.clear()
         if not self.life.being_killed:
-            self.launcher.kill_after(self.life, "it has closed its connection", _LAST_SECONDS)
+            self.launcher.kill_after(self.life, "it has closed its connection", self.launcher.pace.last_seconds)
         self.tier.lost()

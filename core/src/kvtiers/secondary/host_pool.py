@@ -124,6 +124,7 @@ class HostPool:
         value_bytes: int = 1,
         shared_figures: Collection[str] = (),
         is_awaited: bool = False,
+        look_seconds: float = _LOOK_SECONDS,
     ) -> None:
         self._hosts = hosts
         self._only = hosts[0].backend if len(hosts) == 1 else None
@@ -137,6 +138,7 @@ class HostPool:
         self._events: list[PoolEvent] = []
         self._turns = itertools.count(1)
         self._look_at = 0.0
+        self._look_seconds = look_seconds
         self._epoch: str | None = None
         self._is_open = False
 
@@ -216,7 +218,7 @@ class HostPool:
             now = time.monotonic()
             if not (self.in_flight or self._asked or self._is_awaited) and now < self._look_at:
                 return ()
-            self._look_at = now + _LOOK_SECONDS
+            self._look_at = now + self._look_seconds
         for host in self._hosts:
             if reported := host.backend.poll():
                 was_open = host.error == ""

@@ -24,7 +24,7 @@ from kvtiers.region.limits import usable_processors
 from kvtiers.secondary.host_client import HostClient
 from kvtiers.secondary.host_connection import HostConnection
 from kvtiers.secondary.host_pool import HostPool, PooledHost
-from kvtiers.secondary.supervisor import HostLauncher, HostProcess
+from kvtiers.secondary.supervisor import USUAL_PACE, HostLauncher, HostPace, HostProcess
 
 __all__ = ["HostedRegion", "TierHosts", "host_count", "share_of", "store_threads"]
 
@@ -58,7 +58,7 @@ class TierHosts:
     """All hosts of one manager: one for each tier, or several. ``names``: those current now.
 
     ``is_awaited``: the caller waits for stores as for loads, so each poll looks at every host (see ``wait``).
-    ``encryption``: where the hosts get the keys from, which are no part of a HELLO.
+    ``encryption``: where the hosts get the keys from, which are no part of a HELLO. ``pace``: of all hosts.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class TierHosts:
         *,
         is_awaited: bool = False,
         encryption: EncryptionConfig | None = None,
+        pace: HostPace = USUAL_PACE,
     ) -> None:
         self._described = described
         self._encryption = encryption
@@ -79,7 +80,7 @@ class TierHosts:
         self._names = names
         self._said_once: deque[str] = deque(maxlen=_MOST_REMEMBERED)
         callers_fd = region.callers["fd"] if region.callers else None
-        self._launcher = HostLauncher(region.fd, () if callers_fd is None else (callers_fd,), region.lender)
+        self._launcher = HostLauncher(region.fd, () if callers_fd is None else (callers_fd,), region.lender, pace)
         self._links: dict[str, list[HostConnection]] = {}
         """By tier."""
 

@@ -35,12 +35,31 @@ from kvtiers.region.early_memory import LentMemory
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["HostLauncher", "HostLife", "HostProcess"]
+__all__ = ["USUAL_PACE", "HostLauncher", "HostLife", "HostPace", "HostProcess"]
 
 _log = logging.getLogger("kvtiers.secondary")
-_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 _HEALTHY_SECONDS = 60.0  # a host that lived this long starts again without delay
 _REAP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostPace:
+    """How soon hosts are started again, listened to and let go; times in seconds."""
+
+    first_delay: float = 1.0
+    """Until a host that has ended starts again, doubled up to ``longest_delay`` with each life that was short."""
+    longest_delay: float = 60.0
+    last_seconds: float = 1.0
+    """For a host that has closed its connection to end by itself."""
+    look_seconds: float = 0.02
+    """How often a host is polled while no request waits for its answer. Polling seldom is cheaper: most of the cost are
+    the first calls, whose code and data the engine's own work has evicted from the processor's caches. All hosts are
+    polled in the same step."""
+    frames_per_poll: int = 1024
+    """Messages of one host that a poll takes at most."""
+
+
+USUAL_PACE = HostPace()
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +124,14 @@ class HostLauncher:
     ``more_fds``: others that hosts get, whose presence the HELLO says. ``lender``: of the memory, if it is lent.
     """
 
-    def __init__(self, region_fd: int, more_fds: Sequence[int] = (), lender: LentMemory | None = None) -> None:
+    def __init__(
+        self,
+        region_fd: int,
+        more_fds: Sequence[int] = (),
+        lender: LentMemory | None = None,
+        pace: HostPace = USUAL_PACE,
+    ) -> None:
+        self.pace = pace
         self._region_fd = region_fd
         self._lender = lender
         self._numbers = itertools.count(-2, -1)  # for the lender; ranks have those from 0
@@ -269,9 +295,9 @@ class HostLauncher:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             _log.log(_level(host), "%s: its host ended (%s); a new one starts in %gs", host.name, how, host.delay)
 
-    @staticmethod
-    def _back_off(host: HostProcess, lived: float) -> None:
-        host.delay = 0.0 if lived >= _HEALTHY_SECONDS else min(max(host.delay * 2, _FIRST_DELAY), _LONGEST_DELAY)
+    def _back_off(self, host: HostProcess, lived: float) -> None:
+        longer = min(max(host.delay * 2, self.pace.first_delay), self.pace.longest_delay)
+        host.delay = 0.0 if lived >= _HEALTHY_SECONDS else longer
         host.start_at = time.monotonic() + host.delay
 
     def _kill(self, host: HostProcess, life: HostLife, reason: str) -> None:

@@ -12,11 +12,21 @@ from kvtiers.host import wire
 from kvtiers.host.messages import Hello
 from kvtiers.secondary.host_client import HostClient
 from kvtiers.secondary.host_connection import HostConnection
-from kvtiers.secondary.supervisor import HostLauncher, HostProcess
+from kvtiers.secondary.supervisor import HostLauncher, HostPace, HostProcess
 
 
 @pytest.fixture
-def ends(kit, monkeypatch):
+def pace():
+    return HostPace(first_delay=0.01)
+
+
+@pytest.fixture
+def is_awaited():
+    return False
+
+
+@pytest.fixture
+def ends(kit, monkeypatch, pace, is_awaited):
     """A tier's host, and all its lives, of which the test plays each."""
     hosts, processes = [], []
 
@@ -26,11 +36,10 @@ def ends(kit, monkeypatch):
         return processes[-1]
 
     monkeypatch.setattr(HostLauncher, "_fork", fork)
-    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.01)
-    launcher = HostLauncher(0)
+    launcher = HostLauncher(0, pace=pace)
     process = HostProcess("test", lambda: wire.encode(Hello("{}")))
     link = HostConnection(launcher, process, deque(maxlen=2))
-    tier = HostClient(link, kit.NAMES, deadline=kit.PATIENCE, grace=kit.PATIENCE)
+    tier = HostClient(link, kit.NAMES, deadline=kit.PATIENCE, grace=kit.PATIENCE, is_awaited=is_awaited)
     launcher.start(process)
 
     def poll(*, until=None):
@@ -43,7 +52,7 @@ def ends(kit, monkeypatch):
             )
         return events
 
-    kit.wait_until(lambda: tier.poll() or link.connected, "the first life")
+    kit.wait_until(lambda: link.poll() or link.connected, "the first life")
     yield SimpleNamespace(hosts=hosts, link=link, tier=tier, process=process, processes=processes, poll=poll)
     launcher.close(0.0)
     link.detach()

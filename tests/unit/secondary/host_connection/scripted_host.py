@@ -4,9 +4,12 @@ import contextlib
 import threading
 import time
 
+import pytest
+
 from kvtiers.host import wire
 from kvtiers.host.messages import StoreJob
 from kvtiers.host.wire import FrameReader
+from kvtiers.secondary.supervisor import HostPace
 from kvtiers.secondary.tier_jobs import JobPart
 
 
@@ -32,6 +35,11 @@ class Host:
         self.socket.settimeout(60)
         self.socket.sendall(b"".join(messages))
         self.socket.setblocking(False)
+
+
+def paced(**pace):
+    """Give the test a host with this pace; each is started again soon."""
+    return pytest.mark.parametrize("pace", [HostPace(first_delay=0.01, **pace)], ids=["-".join(pace)])
 
 
 def load(job_id, keys):

@@ -3,19 +3,18 @@
 import threading
 
 import pytest
-from tests.unit.secondary.host_connection.scripted_host import load, overdue, store
+from tests.unit.secondary.host_connection.scripted_host import load, overdue, paced, store
 
 from kvtiers.host import wire
 from kvtiers.host.messages import Abandon, Close, JobDone, JobFailed, Opened, Probed, Status, StoreJob
-from kvtiers.secondary import host_connection
 from kvtiers.secondary.host_client import _UNOPENED
 from kvtiers.testing.running import open_descriptors
 
 DONE, FAILED = Status.DONE, Status.FAILED
 
 
-def test_jobs_fail_at_once_and_are_done_only_when_the_process_has_been_reaped(ends, kit, keys, monkeypatch):
-    monkeypatch.setattr(host_connection, "_LAST_SECONDS", kit.PATIENCE)
+@paced(last_seconds=3600.0)
+def test_jobs_fail_at_once_and_are_done_only_when_the_process_has_been_reaped(ends, keys):
     ends.tier.send_job(load(1, keys))
     ends.tier.send_probe(5, keys, is_prefix=True)
     ends.hosts[0].socket.close()
@@ -116,8 +115,8 @@ def test_a_store_that_opens_at_last_costs_nothing(ends, kit):
     assert not ends.process.life.kill_at
 
 
-def test_a_drain_without_time_takes_all_that_has_been_said(ends, keys, monkeypatch):
-    monkeypatch.setattr(host_connection, "_FRAMES_PER_POLL", 3)
+@paced(frames_per_poll=3)
+def test_a_drain_without_time_takes_all_that_has_been_said(ends, keys):
     tier = ends.tier
     for number in range(20):
         tier.send_job(store(number, keys))
@@ -155,11 +154,11 @@ def test_lives_that_an_idle_engine_never_polled_leave_no_descriptor(ends, kit):
     assert ends.link.life is ends.process.life
 
 
-def test_many_lives_that_the_engine_polled_leave_no_descriptor_no_thread_and_no_zombie(ends, kit, keys, monkeypatch):
+@paced(longest_delay=0.01)
+def test_many_lives_that_the_engine_polled_leave_no_descriptor_no_thread_and_no_zombie(ends, kit, keys):
     def counted():
         return len(open_descriptors()), threading.active_count()
 
-    monkeypatch.setattr("kvtiers.secondary.supervisor._LONGEST_DELAY", 0.01)
     tier, counts = ends.tier, []
     for number in range(30):
         tier.send_job(load(number, keys))

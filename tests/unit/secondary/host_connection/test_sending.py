@@ -4,7 +4,6 @@ import pytest
 from tests.unit.secondary.host_connection.scripted_host import load
 
 from kvtiers.host.messages import Names, Opened, Status
-from kvtiers.secondary import host_connection
 
 DONE, FAILED = Status.DONE, Status.FAILED
 
@@ -23,15 +22,14 @@ def test_a_host_hears_hello_then_its_names_then_jobs_and_questions_in_order(ends
     assert heard[3] == Names(other.prefix, other.layout_id)
 
 
-def test_a_host_that_does_not_read_fills_the_outbox_and_then_nothing_is_taken(ends, keys, monkeypatch):
-    monkeypatch.setattr(host_connection, "_OUTBOX_BYTES", 1 << 16)
+def test_a_host_that_does_not_read_fills_the_outbox_and_then_nothing_is_taken(ends, keys):
     tier = ends.tier
     many = keys * 2000
     taken = 0
     while tier.send_probe(taken, many[:1000], is_prefix=False):
         tier.flush()
         taken += 1
-    assert 5 < taken < 100
+    assert 50 < taken < 1000
     assert not tier.send_job(load(1, many[:1000]))
     assert tier.send_job(load(2, keys[:1])), "what is small may still fit"
     ends.hosts[0].heard()
@@ -39,9 +37,8 @@ def test_a_host_that_does_not_read_fills_the_outbox_and_then_nothing_is_taken(en
     assert tier.send_probe(taken, many[:1000], is_prefix=False)
 
 
-def test_a_host_that_cannot_be_sent_new_names_is_killed(ends, kit, keys, monkeypatch, log_lines):
-    monkeypatch.setattr(host_connection, "_OUTBOX_BYTES", 100)
-    ends.tier.set_names(type(kit.NAMES)("x" * 200 + "/", b"layout-2"))
+def test_a_host_that_cannot_be_sent_new_names_is_killed(ends, kit, log_lines):
+    ends.tier.set_names(type(kit.NAMES)("x" * (4 << 20) + "/", b"layout-2"))
     assert log_lines("its host is killed: it cannot be sent the names of the new weights")
 
 

@@ -9,7 +9,7 @@ import select
 import threading
 
 import pytest
-from tests.unit.secondary.host_connection.scripted_host import load, store
+from tests.unit.secondary.host_connection.scripted_host import load, paced, store
 
 from kvtiers.host import wire
 from kvtiers.host.messages import (
@@ -24,7 +24,7 @@ from kvtiers.host.messages import (
     Probed,
     Status,
 )
-from kvtiers.secondary import host_client, host_connection
+from kvtiers.secondary import host_connection
 
 DONE, FAILED = Status.DONE, Status.FAILED
 
@@ -69,10 +69,10 @@ def test_what_is_sent_is_recorded_before_another_thread_can_take_the_answer(ends
     assert not overtaken
 
 
-def test_a_host_with_only_stores_in_flight_is_listened_to_once_in_a_while(ends, kit, keys, monkeypatch):
+@paced(look_seconds=1e6)
+def test_a_host_with_only_stores_in_flight_is_listened_to_once_in_a_while(ends, keys):
     tier, say = ends.tier, ends.hosts[0].say
-    monkeypatch.setattr(host_client, "_LOOK_SECONDS", 1e6)
-    kit.wait_until(lambda: tier.poll() is None or tier._look_at > 1e5, "the look that is due")
+    tier.poll()  # the look that is due
     for job in (store(1, keys), store(2, keys)):
         assert tier.send_job(job)
     say(JobDone(1, bytes([DONE] * 4), 4, 0.1))
@@ -92,11 +92,11 @@ def test_a_host_with_only_stores_in_flight_is_listened_to_once_in_a_while(ends, 
     assert [event.job_id for event in tier.poll()] == [4], "a request waits for an answer"
 
 
-def test_a_host_whose_stores_are_awaited_is_listened_to_at_each_poll(ends, kit, keys, monkeypatch):
+@paced(look_seconds=1e6)
+@pytest.mark.parametrize("is_awaited", [True])
+def test_a_host_whose_stores_are_awaited_is_listened_to_at_each_poll(ends, keys):
     tier = ends.tier
-    monkeypatch.setattr(host_client, "_LOOK_SECONDS", 1e6)
-    kit.wait_until(lambda: tier.poll() is None or tier._look_at > 1e5, "the look that is due")
-    tier._is_awaited = True
+    tier.poll()  # the look that is due
     assert tier.send_job(store(1, keys))
     ends.hosts[0].say(JobDone(1, bytes([DONE] * 4), 4, 0.1))
     assert [event.job_id for event in tier.poll()] == [1]
@@ -125,13 +125,12 @@ def test_what_a_host_says_and_its_end_can_be_waited_for_and_room_for_what_it_is_
     assert ends.link.waitable() is None
 
 
-def test_loads_that_ended_with_their_host_are_in_flight_no_more(ends, kit, keys, monkeypatch):
+@paced(look_seconds=1e6)
+def test_loads_that_ended_with_their_host_are_in_flight_no_more(ends, kit, keys):
     assert ends.tier.send_job(load(1, keys))
     ends.hosts[0].socket.close()
     ends.poll(until=JobDone)
-    kit.wait_until(lambda: ends.tier.poll() is None or (len(ends.hosts) == 2 and ends.link.connected), "its successor")
-    monkeypatch.setattr(host_client, "_LOOK_SECONDS", 1e6)
-    kit.wait_until(lambda: ends.tier.poll() is None or ends.tier._look_at > 1e5, "the look that is due")
+    kit.wait_until(lambda: ends.link.poll() or (len(ends.hosts) == 2 and ends.link.connected), "its successor")
     assert ends.tier.send_job(store(2, keys))
     ends.hosts[1].say(JobDone(2, bytes([DONE] * 4), 4, 0.1))
     assert not ends.tier.poll()
@@ -139,7 +138,7 @@ def test_loads_that_ended_with_their_host_are_in_flight_no_more(ends, kit, keys,
 
 def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):
     tier = ends.tier
-    count = 3 * host_connection._FRAMES_PER_POLL
+    count = 3 * ends.link.launcher.pace.frames_per_poll
     for number in range(count):
         tier.send_job(load(number, [kit.key(number)]))
         if number % 1000 == 0:
@@ -150,7 +149,7 @@ def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):
     for at in range(0, count, 512):
         ends.hosts[0].send(*message[at : at + 512])
         came = tier.poll()
-        assert len(came) <= host_connection._FRAMES_PER_POLL
+        assert len(came) <= ends.link.launcher.pace.frames_per_poll
         events += came
     kit.wait_until(lambda: events.extend(tier.poll()) or len(events) == count, "the last result")
     assert [event.job_id for event in events] == list(range(count))
