@@ -16,6 +16,8 @@ SIZES = {
     "odd length": Layout((1, 1, 7, 33), dtypes=(torch.float16,)),
     "2 MiB": Layout((2, 32, 256, 64)),
 }
+LARGE = Layout((2, 128, 16, 64))
+"""Of 512 KiB: those of less than 256 are not mapped, since their copy costs less."""
 
 
 def test_descriptors_are_three(serve):
@@ -42,16 +44,15 @@ def shared() -> Iterator[SharedMemory]:
     memory.close()
 
 
-def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_is_not(shared, serve, tier, monkeypatch):
+def test_an_l1_in_shared_memory_is_the_clients_region_and_shares_with_one_that_is_not(shared, serve, tier):
     """As the server has it: tier hosts read and write objects where they lie."""
-    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
     config = config_of(tier)
-    mapped = serve(config=config, memory=shared)
+    mapped = serve(LARGE, config=config, memory=shared)
     stored = mapped.store(keys_of(5))
     assert mapped.fetch(keys_of(6)) == [*stored, None]
     assert direct_values(mapped) == 10
     if tier["type"] != "memory":
-        other = serve(config=config)
+        other = serve(LARGE, config=config)
         assert other.fetch(keys_of(5)) == stored
         assert direct_values(other) == 0
 
@@ -68,10 +69,9 @@ def test_an_object_whose_copy_costs_less_than_a_claim_passes_a_bounce_row(shared
 @pytest.mark.parametrize("tier", ["fs"], indirect=True)
 def test_an_l1_that_cannot_be_mapped_passes_bounce_rows_with_one_line(shared, serve, tier, monkeypatch, said, caplog):
     """As where the file of its name is another by now."""
-    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
     with tempfile.NamedTemporaryFile() as other:
         monkeypatch.setattr("kvtiers_lmcache.clients._name_of", lambda *_: other.name)
-        server = serve(config=config_of(tier), memory=shared)
+        server = serve(LARGE, config=config_of(tier), memory=shared)
         stored = server.store(keys_of(2))
         assert server.fetch(keys_of(2)) == stored
     assert direct_values(server) == 0

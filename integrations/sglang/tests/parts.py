@@ -186,9 +186,9 @@ def _cut(whole: Sequence[torch.Tensor], address: int, size: int) -> torch.Tensor
 
 
 def mla_pool(
-    layout: str = "page_first", *, page: int = 16, layers: int = 3, allocator: str = "default"
+    layout: str = "page_first", *, page: int = 16, rank: int = 64, layers: int = 3, allocator: str = "default"
 ) -> MLATokenToKVPoolHost:
-    rank, rope = 64, 16
+    rope = 16
     buffers = tuple(torch.zeros(TOKENS, 1, rank + rope, dtype=torch.bfloat16) for _ in range(layers))
     info = MLABufferInfo(
         buffers=buffers,
@@ -215,9 +215,9 @@ def mla_pool(
     )
 
 
-def mamba_pool(layers: int = 2, *, allocator: str = "default") -> MambaPoolHost:
+def mamba_pool(layers: int = 2, *, heads: int = 4, allocator: str = "default") -> MambaPoolHost:
     info = MambaStateBufferInfo(
-        temporal=torch.zeros(layers, 16, 4, 8, dtype=torch.float32),
+        temporal=torch.zeros(layers, 16, heads, 8, dtype=torch.float32),
         conv=(torch.zeros(layers, 16, 12, 3, dtype=torch.bfloat16),),
     )
     kind: Any = {"pin_memory": False, "device": "cpu", "layout": "page_first", "allocator_type": allocator}

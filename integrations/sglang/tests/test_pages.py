@@ -11,15 +11,16 @@ from kvtiers_sglang.weight_updates import begin_update
 
 from .parts import MHA_LAYOUTS, MLA_LAYOUTS, mamba_pool, mha_pool, mla_pool
 
+LARGE = {mha_pool: {"heads": 64}, mla_pool: {"rank": 4096}}
+"""For pages of 384 KiB: those of less than 256 are not mapped, since their copy costs less."""
 POOLS = [*[(mha_pool, layout) for layout in MHA_LAYOUTS], *[(mla_pool, layout) for layout in MLA_LAYOUTS]]
 
 
 @pytest.mark.parametrize(("make", "layout"), POOLS, ids=lambda it: getattr(it, "__name__", it))
-def test_every_byte_comes_back_in_every_layout_and_pages_of_a_pool_in_a_memfd_pass_no_bounce_row(
-    serve, make, layout, monkeypatch
-):
-    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
-    plain, mapped = (serve(make(layout, allocator=it), is_mla_model=make is mla_pool) for it in ("default", "shm"))
+def test_every_byte_comes_back_in_every_layout_and_pages_of_a_pool_in_a_memfd_pass_no_bounce_row(serve, make, layout):
+    plain, mapped = (
+        serve(make(layout, allocator=it, **LARGE[make]), is_mla_model=make is mla_pool) for it in ("default", "shm")
+    )
     keys, content = plain.store(pages=5)
     assert mapped.backend.batch_exists([*keys, "0" * 64]) == 5
     assert mapped.load(keys) == ([True] * 5, content)
@@ -36,9 +37,9 @@ def test_a_page_whose_copy_costs_less_than_a_claim_passes_a_bounce_row(serve, to
     assert server.backend.stats()["kv"]["direct_values"] == direct
 
 
-def test_a_pool_of_several_memfds_passes_bounce_rows(serve, monkeypatch):
-    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
-    server = serve(sidecars={"mamba": mamba_pool(allocator="shm")})
+def test_a_pool_of_several_memfds_passes_bounce_rows(serve):
+    """With states of 256 KiB."""
+    server = serve(sidecars={"mamba": mamba_pool(heads=4096, allocator="shm")})
     assert len(server.pools["mamba"].allocator.fds) == 2
     keys, slots = server.keys(1), server.take(1, "mamba")
     content = server.fill(slots, 1, "mamba")
@@ -50,10 +51,9 @@ def test_a_pool_of_several_memfds_passes_bounce_rows(serve, monkeypatch):
     assert server.backend.stats()["mamba"]["direct_values"] == 0
 
 
-def test_a_pool_that_cannot_be_mapped_passes_bounce_rows_with_one_line(serve, monkeypatch, caplog):
+def test_a_pool_that_cannot_be_mapped_passes_bounce_rows_with_one_line(serve, caplog):
     """As where a descriptor is not that of the memory that the pool lies in."""
-    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
-    pool, other = (mha_pool(allocator="shm") for _ in range(2))
+    pool, other = (mha_pool(allocator="shm", **LARGE[mha_pool]) for _ in range(2))
     fds = pool.allocator.fds
     pool.allocator.fds = other.allocator.fds
     server = serve(pool)
@@ -69,9 +69,8 @@ def test_a_pool_that_cannot_be_mapped_passes_bounce_rows_with_one_line(serve, mo
 
 
 @pytest.mark.parametrize("allocator", ["default", "shm"])
-def test_a_page_that_is_not_there_ends_the_prefix_and_changes_nothing(serve, allocator, monkeypatch):
-    monkeypatch.setattr("kvtiers.client.open._LEAST_MAPPED", 0)
-    server = serve(mha_pool(allocator=allocator))
+def test_a_page_that_is_not_there_ends_the_prefix_and_changes_nothing(serve, allocator):
+    server = serve(mha_pool(allocator=allocator, **LARGE[mha_pool]))
     keys, content = server.store(pages=4)
     absent = server.keys(1, seed=7)
     slots = server.take(3)
