@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from kvtiers import recorder as module
 from kvtiers.layout.tenants import Tenants
 from kvtiers.recorder import Recorder
 from kvtiers_replay.trace import read_trace
@@ -116,11 +115,10 @@ def test_a_file_that_cannot_be_made_is_one_line_in_the_log_and_no_more(tmp_path,
 
 
 def test_when_writing_is_slow_requests_are_dropped_and_counted_without_a_wait(path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_MOST_WAITING", 50)
     goes_on = threading.Event()
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: goes_on.wait() and write(file, data))
-    recorder = Recorder(path, 1 << 20, 16)
+    recorder = Recorder(path, 1 << 20, 16, most_waiting=50)
     for _ in range(100):
         recorder.request(0.0, 160, 160, [BLOCKS[:10]])
     assert recorder.dropped == 96, "of eleven blocks each, four fit"

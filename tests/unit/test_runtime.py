@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvtiers.testing.running import descriptors_left_since, open_descriptors, th
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.tier_slot import TierOptions
 from kvtiers.types import BlockSpec, PromptGroup, RequestContext
+from kvtiers_policies.what_if.what_if_thread import WhatIf
 
 LAYOUT = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, 4000),))
 MEMORY = {"type": "memory", "capacity": "16MiB", "io": "thread"}
@@ -258,7 +260,7 @@ def test_a_tier_that_cannot_be_opened_does_not_stop_an_engine_that_does_not_requ
 
 
 def test_an_engine_says_what_other_sizes_would_hit(monkeypatch):
-    monkeypatch.setattr("kvtiers_policies.what_if.what_if_thread._REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(WhatIf, "__init__", partialmethod(WhatIf.__init__, report_seconds=0.01))
     with running(config(secondary=[MEMORY], what_if=True)) as (manager, _, _):
         assert manager.takes_requests
         assert manager.stats()["what_if"] == {}

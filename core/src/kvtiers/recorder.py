@@ -31,7 +31,7 @@ from kvtiers.types import NO_PARAMS, TENANT_FIELD, request_hints
 __all__ = ["Recorder"]
 
 _log = logging.getLogger("kvtiers.record")
-_MOST_WAITING = 1 << 18  # blocks of requests that are not written yet
+_MOST_WAITING = 1 << 18
 _MOST_FILES = 1000
 _AT_ONCE = 256  # blocks hashed before the engine's thread gets a chance to run: some 0.3 ms
 _MOONCAKE_BLOCK = 512
@@ -49,7 +49,8 @@ class Recorder:
     """One recording, of one engine. ``request``: any one thread, never waits. The file is made with the first line.
 
     ``path`` is never overwritten: where it is taken, ``-1``, ``-2`` ... come before its ending. ``group``: the KV group
-    whose blocks are recorded, of ``tokens_per_block`` tokens each.
+    whose blocks are recorded, of ``tokens_per_block`` tokens each. ``most_waiting``: blocks of requests that are not
+    written yet.
     """
 
     def __init__(
@@ -59,11 +60,14 @@ class Recorder:
         tokens_per_block: int,
         group: int = 0,
         clock: Callable[[], float] = time.time,
+        *,
+        most_waiting: int = _MOST_WAITING,
     ) -> None:
         self._path = Path(path)
         self._left = max_bytes
         self._tokens_per_block = tokens_per_block
         self._group = group
+        self._most_waiting = most_waiting
         self._begin = clock()
         self._key = secrets.token_bytes(32)
         self._queue: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
@@ -93,7 +97,7 @@ class Recorder:
             return
         hashes = block_hashes[self._group][: prompt_tokens // self._tokens_per_block]
         blocks = len(hashes) + 1
-        if self._put - self._taken + blocks > _MOST_WAITING:
+        if self._put - self._taken + blocks > self._most_waiting:
             self.dropped += 1
             return
         self._put += blocks

@@ -6,23 +6,19 @@ import time
 
 import pytest
 
-import kvtiers_policies.what_if.what_if_thread as module
 from kvtiers_policies.what_if.keys_only import Case, CaseTier
 from kvtiers_policies.what_if.what_if_thread import WhatIf
 
 BLOCKS = [hashlib.sha256(bytes([number & 255, number >> 8])).digest() for number in range(400)]
 
 
-@pytest.fixture
-def soon(monkeypatch):
-    """Figures at once, not each five seconds."""
-    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.01)
+SOON = 0.01
+"""Figures at once, not each five seconds."""
 
 
 def opened(rows: int = 100, core_share: float = 1.0, **more) -> WhatIf:
-    return WhatIf(
-        Case(rows, "lru", (CaseTier("far", 1000),)), ["lru", "arc"], rows * 4096, 16, core_share=core_share, **more
-    )
+    now = Case(rows, "lru", (CaseTier("far", 1000),))
+    return WhatIf(now, ["lru", "arc"], rows * 4096, 16, core_share=core_share, report_seconds=SOON, **more)
 
 
 def wait_for(what_if: WhatIf, holds) -> dict:
@@ -34,7 +30,7 @@ def wait_for(what_if: WhatIf, holds) -> dict:
     return report
 
 
-def test_requests_are_served_in_every_shadow_and_reported(soon) -> None:
+def test_requests_are_served_in_every_shadow_and_reported() -> None:
     what_if = opened()
     assert what_if.report() == {}
     for _ in range(4):
@@ -48,8 +44,8 @@ def test_requests_are_served_in_every_shadow_and_reported(soon) -> None:
     assert not what_if._thread.is_alive()
 
 
-def test_chunks_of_several_blocks_have_the_hash_of_their_last_and_only_the_prompt_counts(soon) -> None:
-    what_if = WhatIf(Case(100), ["lru"], 4096, 64, blocks_per_chunk=4, group=1, core_share=1.0)
+def test_chunks_of_several_blocks_have_the_hash_of_their_last_and_only_the_prompt_counts() -> None:
+    what_if = WhatIf(Case(100), ["lru"], 4096, 64, blocks_per_chunk=4, group=1, core_share=1.0, report_seconds=SOON)
     taken, take = [], what_if._shadows.take
     what_if._shadows.take = lambda asked: taken.append(asked) or take(asked)
     what_if.request(5.0, 128, 99, [[], BLOCKS[:40]], {"session": "a"})
@@ -67,9 +63,8 @@ def test_a_large_primary_has_a_small_sample_so_that_memory_is_bounded() -> None:
     what_if.close(60)
 
 
-def test_it_sleeps_so_long_that_it_takes_its_share_of_a_core_at_most(soon, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_CREDIT_SECONDS", 0.0)
-    what_if = opened(core_share=0.1)
+def test_it_sleeps_so_long_that_it_takes_its_share_of_a_core_at_most() -> None:
+    what_if = opened(core_share=0.1, credit_seconds=0.0)
     begin = time.monotonic()
     for number in range(20):
         what_if.request(0.0, 50 * 16, 0, [BLOCKS[number : number + 50]], {})
@@ -81,8 +76,7 @@ def test_it_sleeps_so_long_that_it_takes_its_share_of_a_core_at_most(soon, monke
 
 
 def test_requests_that_come_faster_are_dropped_and_counted_and_the_caller_never_waits(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_MOST_WAITING", 100)
-    what_if = opened()
+    what_if = opened(most_waiting=100)
     begun, go_on = threading.Event(), threading.Event()
 
     def stuck(_asked) -> None:
@@ -99,9 +93,8 @@ def test_requests_that_come_faster_are_dropped_and_counted_and_the_caller_never_
     what_if.close(60)
 
 
-def test_a_thread_that_is_behind_begins_again_with_half_the_sample(soon, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_MOST_WAITING", 300)
-    what_if = opened(rows=512)
+def test_a_thread_that_is_behind_begins_again_with_half_the_sample(monkeypatch) -> None:
+    what_if = opened(rows=512, most_waiting=300)
     begun, go_on = threading.Event(), threading.Event()
     take = what_if._shadows.take
 

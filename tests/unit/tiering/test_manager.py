@@ -325,9 +325,8 @@ def test_all_calls_of_the_engines_thread_count_as_its_time_and_none_twice(monkey
     assert seconds(lambda: bench.manager.set_weights_version("new")) == 2, "the reset in it, and the names"
 
 
-def test_requests_that_are_missing_in_the_recording_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtiers.recorder._MOST_WAITING", 2)
-    bench = Bench(watchers=Watchers(Recorder(tmp_path / "trace.jsonl", 1 << 20, 16)))
+def test_requests_that_are_missing_in_the_recording_are_counted(tmp_path):
+    bench = Bench(watchers=Watchers(Recorder(tmp_path / "trace.jsonl", 1 << 20, 16, most_waiting=2)))
     bench.manager.record_request(0.0, 16, 20, [[b"1"]])
     assert bench.figures()["dropped_records"] == 0
     bench.manager.record_request(0.0, 32, 40, [[b"1", b"2"]])

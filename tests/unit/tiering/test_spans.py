@@ -11,7 +11,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvtiers.api import ConfigError
 from kvtiers.config import load_config
 from kvtiers.tiering.engine_side import Watchers
-from kvtiers.tracing import spans as recording
 from kvtiers.tracing.span_writer import SpanWriter, otlp_exporter
 from kvtiers.tracing.spans import SpanQueue, TracedRequest
 from kvtiers.types import RequestContext
@@ -222,9 +221,8 @@ def test_what_no_receiver_takes_is_counted_and_said_once(make, answer, caplog):
     assert caplog.text.count("spans were not taken by the receiver") == 1
 
 
-def test_what_finds_no_room_in_the_queue_is_counted(monkeypatch):
-    monkeypatch.setattr(recording, "_MOST_WAITING", 2)
-    queue = SpanQueue(1.0, [NBYTES])
+def test_what_finds_no_room_in_the_queue_is_counted():
+    queue = SpanQueue(1.0, [NBYTES], most_waiting=2)
     writer = SpanWriter(queue, InMemorySpanExporter())
     writer.close(30)  # so that nothing is taken from the queue
     bench = Bench(watchers=Watchers(tracing=writer))

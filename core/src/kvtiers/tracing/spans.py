@@ -132,9 +132,18 @@ class SpanQueue:
     """What was recorded and not written yet. ``take``: the writer's thread; all else: the engine's.
 
     ``sample``: the share of the requests that have no trace context. ``group_bytes``: of a chunk of each KV group.
+    ``most_waiting``: spans that are not taken yet.
     """
 
-    def __init__(self, sample: float, group_bytes: Sequence[int], chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        sample: float,
+        group_bytes: Sequence[int],
+        chance: Callable[[], float] = random.random,
+        *,
+        most_waiting: int = _MOST_WAITING,
+    ) -> None:
+        self._most_waiting = most_waiting
         self._sample = sample
         self._bytes = group_bytes
         self._chance = chance
@@ -151,7 +160,7 @@ class SpanQueue:
 
     def add(self, span: Span) -> None:
         """Record a span, or count it where too many wait."""
-        if len(self._spans) >= _MOST_WAITING:
+        if len(self._spans) >= self._most_waiting:
             self.dropped += 1
         else:
             self._spans.append(span)

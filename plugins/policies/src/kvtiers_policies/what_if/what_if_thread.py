@@ -27,11 +27,11 @@ __all__ = ["CORE_SHARE", "WhatIf"]
 
 _log = logging.getLogger("kvtiers.what_if")
 CORE_SHARE = 0.005
-_CREDIT_SECONDS = 10.0  # unused time that may be caught up on
+_CREDIT_SECONDS = 10.0
 _MOST_PRIMARIES = 32  # the largest tier of a shadow, so that its keys are bounded
 _MOST_ROWS = 1024  # of the shadow with the engine's own size
 _FEWEST_ROWS = 64  # of the same: with fewer the smallest shadow has no more than a request takes
-_MOST_WAITING = 1 << 16  # chunks of requests that are not served yet
+_MOST_WAITING = 1 << 16
 _REPORT_SECONDS = 5.0
 
 
@@ -40,7 +40,8 @@ class WhatIf:
 
     ``now``: the engine's own primary, policy and tiers. ``policies``: to be compared. ``capacity``: bytes of the
     primary, for the report. ``group``: the KV group whose chunks are looked at, of ``blocks_per_chunk`` blocks and
-    ``tokens_per_chunk`` tokens each. ``core_share``: of a core, the most that the thread takes.
+    ``tokens_per_chunk`` tokens each. ``core_share``: of a core, the most that the thread takes, ``credit_seconds``: of
+    unused time that it may catch up on. ``most_waiting``: chunks of requests that are not served yet.
     """
 
     def __init__(
@@ -52,6 +53,10 @@ class WhatIf:
         blocks_per_chunk: int = 1,
         group: int = 0,
         core_share: float = CORE_SHARE,
+        *,
+        credit_seconds: float = _CREDIT_SECONDS,
+        report_seconds: float = _REPORT_SECONDS,
+        most_waiting: int = _MOST_WAITING,
     ) -> None:
         self._now = now
         self._capacity = capacity
@@ -60,6 +65,9 @@ class WhatIf:
         self._blocks_per_chunk = blocks_per_chunk
         self._group = group
         self._core_share = core_share
+        self._credit_seconds = credit_seconds
+        self._report_seconds = report_seconds
+        self._most_waiting = most_waiting
         self._shadows = self._made(min(1.0, _MOST_ROWS / now.primary))
         self._queue: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._put = 0  # chunks handed over, counted by the engine's thread alone
@@ -111,7 +119,7 @@ class WhatIf:
         """Take a request that has ended; ``block_hashes`` by group. Dropped, and counted, where too much waits."""
         every = self._blocks_per_chunk
         chunks = prompt_tokens // self._tokens_per_chunk
-        if self._closing.is_set() or self._put - self._taken + chunks > _MOST_WAITING:
+        if self._closing.is_set() or self._put - self._taken + chunks > self._most_waiting:
             self.dropped += 1
             return
         hashes = block_hashes[self._group][every - 1 : chunks * every : every]
@@ -141,7 +149,7 @@ class WhatIf:
             while not self._closing.is_set():
                 begin = time.thread_time()
                 try:
-                    asked = self._queue.get(timeout=_REPORT_SECONDS)
+                    asked = self._queue.get(timeout=self._report_seconds)
                 except queue.Empty:
                     asked = None
                 if asked is not None:
@@ -149,14 +157,15 @@ class WhatIf:
                     unreported = True
                 if unreported and (asked is None or time.monotonic() >= self._report_at):
                     self._report = self._shadows.report()
-                    self._report_at = time.monotonic() + _REPORT_SECONDS
+                    self._report_at = time.monotonic() + self._report_seconds
                     unreported = False
                 self._rest(time.thread_time() - begin)
         self._closing.set()
 
     def _serve(self, asked: Asked) -> None:
         self._taken += len(asked.hashes)
-        if self._put - self._taken > _MOST_WAITING // 2 and self._shadows.share * self._now.primary >= 2 * _FEWEST_ROWS:
+        is_behind = self._put - self._taken > self._most_waiting // 2
+        if is_behind and self._shadows.share * self._now.primary >= 2 * _FEWEST_ROWS:
             self._shadows = self._made(self._shadows.share / 2)
         sampled = self._shadows.take(asked)
         if sampled is None:
@@ -168,7 +177,7 @@ class WhatIf:
     def _rest(self, spent: float) -> None:
         self.seconds += spent
         now = time.monotonic()
-        self._free_at = max(self._free_at, now - _CREDIT_SECONDS) + spent / self._core_share
+        self._free_at = max(self._free_at, now - self._credit_seconds) + spent / self._core_share
         if self._free_at > now:
             self._closing.wait(self._free_at - now)
 
