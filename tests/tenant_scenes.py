@@ -6,6 +6,7 @@ A subclass gives the fixtures ``tier``, the options of a tier on a place of its 
 
 import json
 import time
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 
 from kvtiers import ModelIdentity, open_client
 from kvtiers.cli.main import cli
-from kvtiers.host import quotas
+from kvtiers.host.quotas import TenantQuotas
 
 VALUE = 4096
 LENGTH = VALUE - 64
@@ -57,8 +58,9 @@ class TenantTests:
     @pytest.fixture
     def with_quota(self, tier, monkeypatch):
         """The config of an engine whose tenant ``blue`` has a quota."""
-        monkeypatch.setattr(quotas, "_PAUSE_SECONDS", 0.0)
-        monkeypatch.setattr(quotas, "_AWAITED_SECONDS", 60.0)  # a busy server's first listing takes more than two
+        # A busy server's first listing takes more than two seconds.
+        patient = partialmethod(TenantQuotas.__init__, pause_seconds=0.0, awaited_seconds=60.0)
+        monkeypatch.setattr(TenantQuotas, "__init__", patient)
         return config(tier, quotas={"blue": QUOTA * VALUE}, io=self.io)
 
     def test_a_tenant_stays_within_its_quota_and_no_other_loses_a_value_for_it(self, tier, with_quota, bytes_of):

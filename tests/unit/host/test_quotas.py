@@ -2,12 +2,10 @@
 
 import threading
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.api import StoreEntry
-from kvtiers.host import quotas as module
 from kvtiers.host.quotas import TenantQuotas
 
 QUOTA = 1000
@@ -52,13 +50,14 @@ class Shelf:
 
 
 class Bench:
-    """Quotas without their thread: a test says when it counts."""
+    """Quotas without their thread: a test says when it counts. No write waits for the first count."""
 
-    def __init__(self, quotas):
+    def __init__(self, quotas, **more):
         self.now = 0.0
         self.store = Shelf()
         self.forgotten = []
-        self.quotas = TenantQuotas(self.store, quotas, "prod", self.forgotten.extend, "disk", lambda: self.now)
+        more = {"awaited_seconds": 0.0, **more}
+        self.quotas = TenantQuotas(self.store, quotas, "prod", self.forgotten.extend, "disk", lambda: self.now, **more)
 
     def count(self):
         """Count who is due; return how many that were."""
@@ -88,12 +87,6 @@ class Bench:
         return True
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-    """No write waits for the first count."""
-    monkeypatch.setattr(module, "_AWAITED_SECONDS", 0.0)
-
-
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("write"), st.sampled_from(["blue", "red", "green", ""]), st.integers(1, 400)),
@@ -106,9 +99,9 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None)
 @given(steps, st.booleans())
-def test_whatever_is_written_and_evicted_no_tenant_has_more_than_its_quota(at_once, steps, is_slow):
+def test_whatever_is_written_and_evicted_no_tenant_has_more_than_its_quota(steps, is_slow):
     bench = Bench({"blue": QUOTA, "*": QUOTA // 2})
     if is_slow:
         bench.list_slowly()
@@ -133,7 +126,7 @@ def test_whatever_is_written_and_evicted_no_tenant_has_more_than_its_quota(at_on
         assert bench.quotas._accounts[tenant].used == bench.store.total(tenant), "what is counted is what is there"
 
 
-def test_a_tenant_at_its_quota_loses_its_oldest_values_and_stores_new_ones(at_once):
+def test_a_tenant_at_its_quota_loses_its_oldest_values_and_stores_new_ones():
     bench = Bench({"blue": QUOTA})
     bench.count()
     assert [bench.write("blue", number, 100) for number in range(11)] == [True] * 10 + [False]
@@ -152,7 +145,7 @@ def test_a_tenant_at_its_quota_loses_its_oldest_values_and_stores_new_ones(at_on
     assert bench.quotas.deleted == 2
 
 
-def test_what_was_there_before_the_start_counts_and_what_is_too_much_goes_at_once(at_once):
+def test_what_was_there_before_the_start_counts_and_what_is_too_much_goes_at_once():
     bench = Bench({"*": QUOTA})
     for number in range(15):
         bench.store.put(name_of("blue", number), 100)
@@ -200,7 +193,7 @@ def test_a_value_larger_than_the_quota_never_fits_and_empties_nothing():
     assert bench.store.total("blue") == 800
 
 
-def test_a_store_that_fails_has_no_room_for_the_tenant_and_one_line_says_why(at_once, caplog):
+def test_a_store_that_fails_has_no_room_for_the_tenant_and_one_line_says_why(caplog):
     bench = Bench({"blue": QUOTA})
     bench.store.fails = "list"
     for number in range(3):
@@ -216,7 +209,7 @@ def test_a_store_that_fails_has_no_room_for_the_tenant_and_one_line_says_why(at_
     assert bench.write("blue", 9, 10)
 
 
-def test_where_a_store_records_no_times_no_model_of_a_tenant_is_the_one_that_goes(at_once):
+def test_where_a_store_records_no_times_no_model_of_a_tenant_is_the_one_that_goes():
     bench = Bench({"blue": 10 * QUOTA})
     bench.store.has_times = False
     for number in range(100):
@@ -227,7 +220,7 @@ def test_where_a_store_records_no_times_no_model_of_a_tenant_is_the_one_that_goe
     assert 10 < sum(number % 2 for number in left) < 35
 
 
-def test_what_only_begins_like_a_tenants_values_is_not_the_tenants(at_once):
+def test_what_only_begins_like_a_tenants_values_is_not_the_tenants():
     tenant = f"tech-t-pro-{'0' * 24}"  # of the model "t-tech/t-pro", without a tenant
     bench = Bench({"*": QUOTA})
     for number in range(10):
@@ -239,7 +232,7 @@ def test_what_only_begins_like_a_tenants_values_is_not_the_tenants(at_once):
     assert bench.write(tenant, 1, QUOTA), "all of the quota is there for it"
 
 
-def test_tenants_share_a_listing_where_a_store_looks_at_all_it_has_for_one(at_once):
+def test_tenants_share_a_listing_where_a_store_looks_at_all_it_has_for_one():
     bench = Bench({"*": QUOTA})
     bench.list_slowly()
     tenants = [f"u{number}" for number in range(20)]
@@ -256,7 +249,7 @@ def test_tenants_share_a_listing_where_a_store_looks_at_all_it_has_for_one(at_on
     assert bench.forgotten[-6:] == [name_of("u19", number) for number in range(6)], "of each the oldest"
 
 
-def test_each_tenant_is_listed_alone_where_that_is_quick_or_listing_all_takes_longer(at_once):
+def test_each_tenant_is_listed_alone_where_that_is_quick_or_listing_all_takes_longer():
     bench = Bench({"*": QUOTA})
     for number in range(9):
         bench.write(f"u{number}", 0, 100)
@@ -268,9 +261,8 @@ def test_each_tenant_is_listed_alone_where_that_is_quick_or_listing_all_takes_lo
     assert "prod/t-" not in bench.store.listed
 
 
-def test_a_slow_listing_of_many_values_is_of_the_tenant_alone(at_once, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_OLDEST", 64)
-    bench = Bench({"*": QUOTA})
+def test_a_slow_listing_of_many_values_is_of_the_tenant_alone():
+    bench = Bench({"*": QUOTA}, most_oldest=64)
     bench.list_slowly()
     for number in range(2500):
         bench.store.put(name_of("large", number), 1)
@@ -279,9 +271,8 @@ def test_a_slow_listing_of_many_values_is_of_the_tenant_alone(at_once, monkeypat
     assert bench.quotas._all_take == float("inf")
 
 
-def test_what_one_count_cannot_delete_is_counted_again_soon(at_once, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_OLDEST", 64)
-    bench = Bench({"blue": QUOTA})
+def test_what_one_count_cannot_delete_is_counted_again_soon():
+    bench = Bench({"blue": QUOTA}, most_oldest=64)
     for number in range(100):
         bench.store.put(name_of("blue", number), 100)
     bench.count()
@@ -292,7 +283,7 @@ def test_what_one_count_cannot_delete_is_counted_again_soon(at_once, monkeypatch
 
 
 def test_a_write_whose_account_is_closed_while_it_waits_for_the_first_count_has_no_room():
-    bench = Bench({"*": QUOTA})
+    bench = Bench({"*": QUOTA}, awaited_seconds=60.0)
     quotas, taken = bench.quotas, []
     waits = threading.Event()
     wait_for = quotas._changed.wait_for
@@ -315,7 +306,7 @@ def test_a_write_whose_account_is_closed_while_it_waits_for_the_first_count_has_
 
 
 def test_no_write_waits_for_a_count_that_comes_too_late():
-    bench = Bench({"*": QUOTA, "blue": QUOTA})
+    bench = Bench({"*": QUOTA, "blue": QUOTA}, awaited_seconds=2.0)
     bench.list_slowly()
     assert bench.quotas._accounts["blue"].awaited_until == 2.0
     bench.now += 2
@@ -328,7 +319,7 @@ def test_no_write_waits_for_a_count_that_comes_too_late():
     assert bench.write("red", 0, 100)
 
 
-def test_a_count_that_the_end_interrupts_counts_for_nothing(at_once):
+def test_a_count_that_the_end_interrupts_counts_for_nothing():
     bench = Bench({"blue": QUOTA})
     bench.count()
     assert bench.write("blue", 0, 900)
@@ -338,9 +329,8 @@ def test_a_count_that_the_end_interrupts_counts_for_nothing(at_once):
     assert not bench.write("blue", 1, 900), "what was counted before still holds"
 
 
-def test_of_more_tenants_than_are_counted_the_one_seen_last_has_room(at_once, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_TENANTS", 3)
-    bench = Bench({"*": QUOTA, "blue": QUOTA})
+def test_of_more_tenants_than_are_counted_the_one_seen_last_has_room():
+    bench = Bench({"*": QUOTA, "blue": QUOTA}, most_tenants=3)
     for number in range(20):
         bench.write(f"u{number}", 0, 10)
         bench.now += 2

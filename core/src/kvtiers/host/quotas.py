@@ -39,10 +39,10 @@ __all__ = ["TenantQuotas"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _RECOUNT_SECONDS = 300.0
-_PAUSE_SECONDS = 1.0  # between two counts of a tenant, at least; ten times what the last one took, if that is longer
+_PAUSE_SECONDS = 1.0
 _AWAITED_SECONDS = 2.0
 _MOST_TENANTS = 4_096
-_MOST_OLDEST = 65_536  # values that one count can delete
+_MOST_OLDEST = 65_536
 _DELETED_PER_CALL = 64
 _SLOW_SECONDS = 1.0  # a listing that takes longer, and gives few values, is of a store that looks at all it has
 _FEW_PER_SECOND = 1000
@@ -93,7 +93,10 @@ class _Count:
 class TenantQuotas:
     """Keeps each tenant within its quota in one store. ``quotas``: bytes by tenant, or by ``EACH_OTHER_TENANT``.
 
-    ``namespace``: of the names. ``forget``: called with the names of values that were deleted.
+    ``namespace``: of the names. ``forget``: called with the names of values that were deleted. ``pause_seconds``:
+    between two counts of a tenant, at least; ten times what the last one took, if that is longer. ``awaited_seconds``:
+    so long writes wait for a first count. ``most_tenants``: with an account at once. ``most_oldest``: values that a
+    count can delete.
     """
 
     def __init__(
@@ -104,6 +107,11 @@ class TenantQuotas:
         forget: Callable[[Sequence[str]], None],
         label: str,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        pause_seconds: float = _PAUSE_SECONDS,
+        awaited_seconds: float = _AWAITED_SECONDS,
+        most_tenants: int = _MOST_TENANTS,
+        most_oldest: int = _MOST_OLDEST,
     ) -> None:
         self._store = store
         self._quotas = quotas
@@ -111,6 +119,10 @@ class TenantQuotas:
         self._forget = forget
         self._label = label
         self._clock = clock
+        self._pause_seconds = pause_seconds
+        self._awaited_seconds = awaited_seconds
+        self._most_tenants = most_tenants
+        self._most_oldest = most_oldest
         self._accounts: dict[str, _Account] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -182,7 +194,7 @@ class TenantQuotas:
         account = self._accounts.pop(tenant, None)
         if account is None:
             quota = quota_of(self._quotas, tenant)
-            if quota is None or (len(self._accounts) >= _MOST_TENANTS and not self._close_one()):
+            if quota is None or (len(self._accounts) >= self._most_tenants and not self._close_one()):
                 return None
             account = _Account(tenant, quota, is_short=True, awaited_until=self._clock() + self._first_wait())
             self._changed.notify_all()
@@ -196,7 +208,8 @@ class TenantQuotas:
         """
         before = [account.awaited_until for account in self._accounts.values() if account.used is None]
         is_late = min(before, default=math.inf) <= self._clock()
-        return 0.0 if is_late or (1 + len(before)) * self._one_takes >= _AWAITED_SECONDS else _AWAITED_SECONDS
+        most = self._awaited_seconds
+        return 0.0 if is_late or (1 + len(before)) * self._one_takes >= most else most
 
     def _close_one(self) -> bool:
         """Forget the account used longest ago, of a tenant without a quota of its own; False: there is none."""
@@ -235,7 +248,7 @@ class TenantQuotas:
                 is_full = account.is_short and account.used is not None
                 counts[account.tenant] = _Count(account, account.in_flight, is_full)
                 account.taken, account.is_short = 0, False
-        most = max(_DELETED_PER_CALL, _MOST_OLDEST // len(accounts))
+        most = max(_DELETED_PER_CALL, self._most_oldest // len(accounts))
         with plugin_boundary(exits=True) as listing:
             for tenant, entry in self._listed(f"{accounts[0].tenant}/" if len(accounts) == 1 else ""):
                 if tenant in counts:
@@ -276,7 +289,7 @@ class TenantQuotas:
     def _put_off(self, account: _Account, begun: float, error: str = "") -> None:
         now = self._clock()
         with self._changed:
-            account.due = now + max(_PAUSE_SECONDS, 10 * (now - begun))
+            account.due = now + max(self._pause_seconds, 10 * (now - begun))
             account.is_short = account.is_short or account.used is None
         if error:
             text = "%s: the quota of tenant %r: the store %s; what has no room is dropped until it can be counted"
