@@ -18,7 +18,6 @@ from kvtiers.api import make_offload_key
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.pool import keeper as keeper_module
-from kvtiers.pool import loan as loan_module
 from kvtiers.pool.keeper import Keeper
 from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import PoolLoan, pool_figures
@@ -53,10 +52,10 @@ class WrongBytesError(AssertionError):
 
 
 class PoolEngine:
-    """The primary of an engine without ranks, tiers or requests, in a pool."""
+    """The primary of an engine without ranks, tiers or requests, in a pool whose keeper it often looks for."""
 
-    def __init__(self, path, *, policy="lru", layout=LAYOUT, prefix=PREFIX, deadline=PATIENCE):
-        self.loan = PoolLoan.take(str(path), prefix, layout, deadline)
+    def __init__(self, path, *, policy="lru", layout=LAYOUT, prefix=PREFIX, deadline=PATIENCE, **more):
+        self.loan = PoolLoan.take(str(path), prefix, layout, deadline, **{"look_seconds": 0.002, **more})
         self._rows = self.loan.take_rows()
         stride = layout.row_stride
         self._mapping = map_memory(self._rows, self.loan.nbytes, self.loan.num_rows * stride)
@@ -288,7 +287,7 @@ right_renew = Plane.renew
 def main():
     """Fork on request."""
     plant(sys.argv[2])
-    loan_module._LOOK_SECONDS = keeper_module._LOOK_SECONDS = 0.002
+    keeper_module._LOOK_SECONDS = 0.002
     requests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for _ in itertools.count():

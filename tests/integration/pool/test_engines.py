@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tests.pool_rig import LAYOUT, PAYLOAD, KeeperThread, chain, payload, wait_u
 import kvtiers
 from kvtiers.api import StartError
 from kvtiers.config import load_config
+from kvtiers.pool.loan import PoolLoan
 from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.runtime import EngineFacts, begin_memory
 from kvtiers.types import BlockSpec, PromptGroup, RequestContext
@@ -132,7 +134,7 @@ def test_other_weights_and_unknown_ones_find_nothing(keeper):
 
 @pytest.mark.parametrize("what", ["absent", "at work"])
 def test_where_the_pool_is_not_to_be_had_the_engine_has_memory_of_its_own(keeper, monkeypatch, caplog, what):
-    monkeypatch.setattr("kvtiers.pool.loan._IN_USE_SECONDS", 0.1)
+    monkeypatch.setattr(PoolLoan, "take", partial(PoolLoan.take, in_use_seconds=0.1))
     path = keeper.path if what == "at work" else keeper.path.with_name("nobody.sock")
     settings = config(keeper)
     settings["primary"]["pool"] = str(path)

@@ -8,7 +8,6 @@ import pytest
 from tests.pool_rig import LAYOUT, Forks, PoolEngine, chain, pool_figures, wait_until
 
 from kvtiers.api import StartError
-from kvtiers.pool import loan as loan_module
 
 ROWS = 1500
 KILLS = int(os.environ.get("KVTIERS_POOL_KILLS", "40"))
@@ -21,11 +20,6 @@ def forks():
     running = Forks()
     yield running
     running.close()
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch):
-    monkeypatch.setattr(loan_module, "_LOOK_SECONDS", 0.002)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

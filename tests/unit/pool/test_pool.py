@@ -38,11 +38,6 @@ def keeper(path):
     running.stop()
 
 
-@pytest.fixture(autouse=True)
-def often(monkeypatch):
-    monkeypatch.setattr(loan_module, "_LOOK_SECONDS", 0.002)
-
-
 def figures_when(keeper, **wanted):
     """The keeper's figures, once these are among them."""
     found = []
@@ -55,9 +50,9 @@ def figures_when(keeper, **wanted):
     return found[-1]
 
 
-def stored(path, *keys):
+def stored(path, *keys, **more):
     """An engine that has stored these prompts, all of it published."""
-    engine = PoolEngine(path)
+    engine = PoolEngine(path, **more)
     for prompt in keys:
         engine.store(prompt)
     wait_until(engine.is_published, "it is not published")
@@ -217,11 +212,10 @@ def test_who_gives_up_just_when_it_is_lent_the_memory_has_it_no_longer(path, kee
     engine.close()
 
 
-def test_an_engine_waits_for_the_one_before_it_and_not_for_one_at_work(path, keeper, monkeypatch):
-    monkeypatch.setattr(loan_module, "_IN_USE_SECONDS", 0.2)
+def test_an_engine_waits_for_the_one_before_it_and_not_for_one_at_work(path, keeper):
     engine = stored(path, KEYS)
     with pytest.raises(StartError, match=f"process {os.getpid()} has its memory"):
-        PoolEngine(path)
+        PoolEngine(path, in_use_seconds=0.2)
     rows = engine.loan.take_rows()  # another process, as it were
     engine.close()
     wait_until(lambda: not keeper.figures()["watched"], "it waits for a process")
@@ -340,10 +334,9 @@ def test_an_engine_without_descriptors_for_a_while_is_an_engine_without_a_keeper
     keeper.stop()
 
 
-def test_an_engine_that_never_rests_brings_its_memory_too(path, monkeypatch):
-    monkeypatch.setattr(loan_module, "_LOOK_SECONDS", 0.2)
+def test_an_engine_that_never_rests_brings_its_memory_too(path):
     keeper = KeeperThread(path, SIZE)
-    engine = stored(path, KEYS)
+    engine = stored(path, KEYS, look_seconds=0.2)
     keeper.stop()
     keeper = KeeperThread(path, SIZE, handover=60)
 

@@ -44,7 +44,7 @@ from kvtiers.region.memfd import detach_in_children
 __all__ = ["PoolLoan", "is_served", "pool_figures"]
 
 _log = logging.getLogger("kvtiers.pool")
-_LOOK_SECONDS = 0.25  # how often a loan sees whether its keeper is there, or looks for the next one
+_LOOK_SECONDS = 0.25
 _SEND_SECONDS = 5.0  # a keeper that takes nothing for so long counts as ended
 _MOST_ROWS = 256  # of one message, which is 30 KiB then
 _ANSWER_SECONDS = 10.0  # for the keeper's first word
@@ -97,7 +97,7 @@ def pool_figures(path: str, timeout: float = _SEND_SECONDS) -> dict[str, Any]:
     raise StartError(f"the keeper at {path} gives no figures: {report}")
 
 
-def _welcome(sock: socket.socket, deadline: float) -> tuple[Welcome, list[int]]:
+def _welcome(sock: socket.socket, deadline: float, in_use_seconds: float) -> tuple[Welcome, list[int]]:
     """Return the keeper's WELCOME and its three descriptors; StartError says why there is none in time."""
     until, has_answered = time.monotonic() + _ANSWER_SECONDS, False
     why = "the keeper did not answer in time"
@@ -113,7 +113,7 @@ def _welcome(sock: socket.socket, deadline: float) -> tuple[Welcome, list[int]]:
             case Wait(reason, ends):
                 why = f"{reason}, for longer than this start can wait"
                 now = time.monotonic()
-                until = until if has_answered else now + min(_IN_USE_SECONDS, deadline)
+                until = until if has_answered else now + min(in_use_seconds, deadline)
                 until, has_answered = max(until, now + deadline) if ends else until, True
                 _log.info("pool: %s; the start waits for %.0f s at most", reason, until - time.monotonic())
             case Welcome() as welcome if len(fds) == 3:
@@ -140,7 +140,16 @@ class PoolLoan:
     ranks.
     """
 
-    def __init__(self, path: str, hello: Hello, sock: socket.socket, welcome: Welcome, fds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        path: str,
+        hello: Hello,
+        sock: socket.socket,
+        welcome: Welcome,
+        fds: Sequence[int],
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        self._look_seconds = look_seconds
         self._path = path
         self._hello = hello
         self._sock: socket.socket | None = sock
@@ -166,10 +175,20 @@ class PoolLoan:
         self._thread.start()
 
     @classmethod
-    def take(cls, path: str, prefix: str, layout: CacheLayout, deadline: float) -> "PoolLoan":
+    def take(
+        cls,
+        path: str,
+        prefix: str,
+        layout: CacheLayout,
+        deadline: float,
+        *,
+        in_use_seconds: float = _IN_USE_SECONDS,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> "PoolLoan":
         """Ask the keeper for its memory, for chunks whose names have this prefix, and of this layout.
 
-        Waits for the engine before this one to end, ``deadline`` seconds at most, and 10 s for one that is at work.
+        Waits for the engine before this one to end, ``deadline`` seconds at most, and ``in_use_seconds`` for one that
+        is at work. ``look_seconds``: how often the loan sees whether its keeper is there, or looks for the next one.
         StartError says in one line why there is no memory to be had.
         """
         hello = Hello(POOL_FORMAT, prefix, layout.to_json())
@@ -179,9 +198,9 @@ class PoolLoan:
             undo.callback(_give_up, sock)
             try:
                 send(sock, hello)
-                welcome, fds = _welcome(sock, deadline)
+                welcome, fds = _welcome(sock, deadline, in_use_seconds)
                 sock.settimeout(_SEND_SECONDS)
-                loan = cls(path, hello, sock, welcome, fds)
+                loan = cls(path, hello, sock, welcome, fds, look_seconds)
             except (OSError, ValueError) as error:
                 raise StartError(f"the pool's keeper gives no answer that can be used: {error}") from None
             finally:
@@ -280,7 +299,7 @@ class PoolLoan:
 
     def _run(self) -> None:
         with logged_boundary(_log, "the pool's thread ended"):
-            look_at = time.monotonic() + _LOOK_SECONDS
+            look_at = time.monotonic() + self._look_seconds
             while True:
                 with contextlib.suppress(queue.Empty):
                     message = self._queue.get(timeout=max(0.0, look_at - time.monotonic()))
@@ -291,7 +310,7 @@ class PoolLoan:
                 if time.monotonic() >= look_at:  # of a busy engine, too: the next keeper waits for a moment only
                     if not self._is_connected():
                         self._find_keeper()
-                    look_at = time.monotonic() + _LOOK_SECONDS
+                    look_at = time.monotonic() + self._look_seconds
 
     def _note(self, message: Request) -> None:
         match message:
