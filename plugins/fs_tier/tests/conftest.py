@@ -14,7 +14,7 @@ import pytest
 
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.paths import place_of
-from kvtiers_fs.quota import Index
+from kvtiers_fs.quota import Index, Waits
 from kvtiers_fs.slab.store import SlabStore
 from kvtiers_fs.store import FsStore
 
@@ -28,15 +28,18 @@ _spec.loader.exec_module(pretended)
 class Folder:
     """One root, its stores, and its files as the file system has them."""
 
+    waits = Waits(room=PATIENCE, report=PATIENCE, round=PATIENCE, close=PATIENCE)
+    """Writes wait for the evictor, and the evictor's rounds take, as long as a busy machine needs."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stores: list[FsStore] = []
 
-    def open(self, capacity="1GiB", *, read_only=False, **options) -> FsStore:
+    def open(self, capacity="1GiB", *, read_only=False, waits=waits, **options) -> FsStore:
         # Of the deadline a call may wait a quarter for reports.
         options = {"min_free": 0, "deadline": f"{4 * PATIENCE}s", **options}
         config = FsConfig(type="fs", path=self.path, capacity=capacity, **options)
-        self.stores.append(FsStore(config, read_only=read_only))
+        self.stores.append(FsStore(config, read_only=read_only, waits=waits))
         return self.stores[-1]
 
     def close(self) -> None:
@@ -138,12 +141,8 @@ def slab_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder whose writes wait for the evictor, and whose evictor's rounds take, as long as a busy machine needs."""
-    monkeypatch.setattr("kvtiers_fs.quota._WAIT_SECONDS", PATIENCE)
-    monkeypatch.setattr("kvtiers_fs.store.REPORT_SECONDS", PATIENCE)
-    monkeypatch.setattr("kvtiers_fs.evictor._ROUND_SECONDS", PATIENCE)
-    monkeypatch.setattr("kvtiers_fs.store._CLOSE_SECONDS", PATIENCE)
+def folder(tmp_path):
+    """A folder whose stores are as patient as a busy machine needs."""
     folder = Folder(tmp_path / "values")
     yield folder
     folder.close()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -274,11 +275,10 @@ def test_an_error_of_the_disk_is_an_error_and_not_a_full_store(folder, value, na
 
 
 def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folder, value, names, read, monkeypatch):
-    store = folder.open(capacity=256 * PAGE, deadline="400ms")
+    store = folder.open(capacity=256 * PAGE, deadline="400ms", waits=replace(folder.waits, refusals=DAY))
     [name] = names(1)
     store.write(name, value(1))
     folder.settle(store)
-    monkeypatch.setattr("kvtiers_fs.quota._REFUSALS", DAY)
     waits, wait_for = [], store._ledger._changed.wait_for
     monkeypatch.setattr(store._ledger._changed, "wait_for", lambda *of: waits.append(of) or wait_for(*of))
     with (folder.path / ".usage").open() as holder:
@@ -321,7 +321,7 @@ def test_a_write_waits_for_the_report_and_not_for_the_count_that_comes_after_it(
 def test_while_the_file_system_hangs_figures_are_reported_and_the_end_does_not_wait_for_it(
     folder, value, names, monkeypatch
 ):
-    store = folder.open()
+    store = folder.open(waits=replace(folder.waits, close=0.5))
     store.write(names(1)[0], value(1))
     folder.settle(store)
     hangs, goes_on = threading.Event(), threading.Event()
@@ -332,7 +332,6 @@ def test_while_the_file_system_hangs_figures_are_reported_and_the_end_does_not_w
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("kvtiers_fs.evictor.free_bytes", hanging)
-    monkeypatch.setattr("kvtiers_fs.store._CLOSE_SECONDS", 0.5)
     try:
         store.write(names(2)[1], value(2))
         store._evictor.wake()
@@ -474,7 +473,7 @@ def test_a_tiers_directory_inside_anothers_keeps_its_values(folder, value, names
     outer = folder.open(capacity=100 * PAGE)
     fill(outer, names(80), value)
     config = FsConfig(type="fs", path=folder.path / "inner", capacity=100 * PAGE, min_free=0)
-    inner = FsStore(config)
+    inner = FsStore(config, waits=folder.waits)
     folder.stores.append(inner)
     kept = names(60)
     fill(inner, kept, value)

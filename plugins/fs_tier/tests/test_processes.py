@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from kvtiers_fs import quota
 from kvtiers_fs.directory import Directory, Permissions
-from kvtiers_fs.quota import UsageFile
+from kvtiers_fs.quota import USUAL_WAITS, UsageFile
 
 pytestmark = pytest.mark.slow
 
@@ -23,15 +22,15 @@ CAPACITY = 400 * PAGES * PAGE
 _WORKER = """
 import mmap, random, sys
 from kvtiers.api import NotKept
-from kvtiers_fs import quota, store as store_module
 from kvtiers_fs.config import FsConfig
+from kvtiers_fs.quota import USUAL_WAITS, Waits
 from kvtiers_fs.store import FsStore
 
 path, wait, *numbers = sys.argv[1:]
-quota._WAIT_SECONDS = float(wait)
-patience = store_module.REPORT_SECONDS = max(float(wait), store_module.REPORT_SECONDS)
+waits = Waits(room=float(wait), report=max(float(wait), USUAL_WAITS.report))
 capacity, nbytes, seed, turns = map(int, numbers)
-store = FsStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0, deadline=f"{4 * patience}s"))
+config = FsConfig(type="fs", path=path, capacity=capacity, min_free=0, deadline=f"{4 * waits.report}s")
+store = FsStore(config, waits=waits)
 choice = random.Random(seed)
 source, target = memoryview(mmap.mmap(-1, nbytes)), memoryview(mmap.mmap(-1, nbytes))
 names = [f"ns/model-{'0' * 24}/{number:064x}" for number in range(4000)]
@@ -56,7 +55,7 @@ print("done", dropped, flush=True)
 """
 
 
-def start(folder, seed, turns, *, wait=quota._WAIT_SECONDS):
+def start(folder, seed, turns, *, wait=USUAL_WAITS.room):
     """Start a worker that waits so many seconds for the evictor before it drops a value."""
     command = [sys.executable, "-c", _WORKER, folder.path, wait, CAPACITY, PAGES * PAGE, seed, turns]
     worker = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

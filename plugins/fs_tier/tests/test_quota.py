@@ -6,15 +6,15 @@ import pytest
 
 from kvtiers.api import NotKept
 from kvtiers_fs.paths import SHARDS
-from kvtiers_fs.quota import Index, Ledger
+from kvtiers_fs.quota import Index, Ledger, Waits
 
 MIB = 1 << 20
 HOUR = 3600.0
 
 
-def ledger(capacity=128 * MIB, known=0, patience=0.01):
+def ledger(capacity=128 * MIB, known=0, patience=0.01, **more):
     woken = []
-    made = Ledger(capacity, known, lambda: woken.append(1), patience)
+    made = Ledger(capacity, known, lambda: woken.append(1), patience, **more)
     return made, woken
 
 
@@ -112,7 +112,7 @@ def test_writes_that_are_in_flight_count():
 
 
 def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(monkeypatch):
-    made, woken = ledger(known=128 * MIB)
+    made, woken = ledger(known=128 * MIB, waits=Waits(refusals=100 * HOUR))
     waits, wait_for = [], made._changed.wait_for
 
     def wait(fits, seconds):
@@ -120,7 +120,6 @@ def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(mon
         return wait_for(fits, 60.0 if len(waits) == 1 else 0.0)
 
     monkeypatch.setattr(made._changed, "wait_for", wait)
-    monkeypatch.setattr("kvtiers_fs.quota._REFUSALS", 100 * HOUR)
     writer = threading.Thread(target=claim, args=[made, MIB])
     writer.start()
     while not waits:

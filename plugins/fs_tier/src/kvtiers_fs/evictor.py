@@ -29,7 +29,6 @@ _log = logging.getLogger("kvtiers_fs")
 _HIGH, _LOW = 0.95, 0.94
 _BATCH_VALUES = 4096
 _BATCH_SHARE = 10  # the tenth of a batch that is the oldest, if the batch is not the whole directory
-_ROUND_SECONDS = 0.2
 _TICK_SECONDS = 1.0
 _IDLE_SECONDS = 60.0
 _BUSY_SECONDS = 0.02
@@ -58,7 +57,7 @@ def free_bytes(fd: int) -> int:
 
 
 class Evictor:
-    """The thread, and the rounds that it makes. ``ledger`` is set before ``start``."""
+    """The thread, and the rounds that it makes, each of ``round_seconds``. ``ledger`` is set before ``start``."""
 
     ledger: Ledger
 
@@ -71,6 +70,7 @@ class Evictor:
         capacity: int,
         max_age: float | None,
         min_free: int,
+        round_seconds: float,
     ) -> None:
         self._directory = directory
         self._usage = usage
@@ -78,6 +78,7 @@ class Evictor:
         self._capacity = capacity
         self._max_age = max_age
         self._min_free = min_free
+        self._round_seconds = round_seconds
         self._woken = threading.Event()
         self._stopping = False
         self._disk_is_full = False
@@ -143,7 +144,7 @@ class Evictor:
             index.add(self.ledger.take())
             self._usage.save(index)
             self.ledger.publish(index.total()[0])  # first: writes wait for no more than this report
-            until = time.monotonic() + _ROUND_SECONDS
+            until = time.monotonic() + self._round_seconds
             try:
                 uncounted = self._count(index, until)
                 more = self._evict(index, until) or uncounted

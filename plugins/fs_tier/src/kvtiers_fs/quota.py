@@ -26,7 +26,7 @@ from kvtiers.api.units import format_size
 from kvtiers_fs.directory import Directory
 from kvtiers_fs.paths import SHARDS
 
-__all__ = ["REPORT_SECONDS", "Deltas", "Index", "Ledger", "UsageFile"]
+__all__ = ["USUAL_WAITS", "Deltas", "Index", "Ledger", "UsageFile", "Waits"]
 
 USAGE_FILE = ".usage"
 _MAGIC = b"kvtfsU1\n"
@@ -34,11 +34,25 @@ _HEAD = struct.Struct("<8sdI4x")
 _SHARD = struct.Struct("<qqd")
 _BYTES = _HEAD.size + SHARDS * _SHARD.size + 4
 _STEPS = 128
-_WAIT_SECONDS = 0.25  # of a write for room
-REPORT_SECONDS = 5.0
-"""The longest wait of a call for reports. Each is a round away, but on a disk or a machine that is too busy."""
-_REFUSALS = 4  # times as long as a wait in vain, the next writes are refused at once: threads that wait do not read
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The longest waits of a store for its evictor, and the length of the evictor's rounds; in seconds."""
+
+    room: float = 0.25
+    """Of a write for room."""
+    report: float = 5.0
+    """Of a call for reports. Each is a round away, but on a disk or a machine that is too busy."""
+    refusals: float = 4.0
+    """Times as long as a wait in vain, the next writes are refused at once: threads that wait do not read."""
+    round: float = 0.2
+    close: float = 5.0
+    """Of the end, for the evictor's thread."""
+
+
+USUAL_WAITS = Waits()
 
 
 class Deltas(NamedTuple):
@@ -169,7 +183,10 @@ class Ledger:
     fit waits here: for the evictor's I/O. ``patience``: how long a call that writes waits for reports, in seconds.
     """
 
-    def __init__(self, capacity: int, known: int, wake: Callable[[], None], patience: float) -> None:
+    def __init__(
+        self, capacity: int, known: int, wake: Callable[[], None], patience: float, waits: Waits = USUAL_WAITS
+    ) -> None:
+        self._waits = waits
         self._capacity = capacity
         self._patience = patience
         self._wake = wake
@@ -208,10 +225,10 @@ class Ledger:
         self._wake()
         now = time.monotonic()
         if now >= self._refuse_until:
-            most = self._patience if self._has_room(nbytes) else _WAIT_SECONDS
+            most = self._patience if self._has_room(nbytes) else self._waits.room
             if self._changed.wait_for(lambda: self._fits(nbytes), max(0.0, min(most, until - now))):
                 return
-            self._refuse_until = time.monotonic() + _REFUSALS * most
+            self._refuse_until = time.monotonic() + self._waits.refusals * most
         if self._has_room(nbytes):
             behind = "the lock on .usage is another process's, or the disk or the machine is too busy for the report"
             raise NotKept(f"earlier writes are not reported to other processes yet: {behind}", full=False)

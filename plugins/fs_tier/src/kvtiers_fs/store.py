@@ -14,7 +14,7 @@ from kvtiers_fs.directory import TOO_LARGE, RootRemovedError
 from kvtiers_fs.evictor import Evictor, free_bytes
 from kvtiers_fs.limits import Limits
 from kvtiers_fs.paths import Place, place_of
-from kvtiers_fs.quota import REPORT_SECONDS, Ledger, UsageFile
+from kvtiers_fs.quota import USUAL_WAITS, Ledger, UsageFile, Waits
 from kvtiers_fs.root import open_root
 from kvtiers_fs.values import ValueFiles
 
@@ -23,7 +23,6 @@ __all__ = ["FsStore"]
 _log = logging.getLogger("kvtiers_fs")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FREE_SECONDS = 1.0
-_CLOSE_SECONDS = 5.0
 
 
 class FsStore(ChunkStore):
@@ -37,8 +36,9 @@ class FsStore(ChunkStore):
 
     batch_values = 1
 
-    def __init__(self, config: FsConfig, *, read_only: bool = False) -> None:
+    def __init__(self, config: FsConfig, *, read_only: bool = False, waits: Waits = USUAL_WAITS) -> None:
         self._config = config
+        self._waits = waits
         self._directory = open_root(config, read_only=read_only)
         self._evictor: Evictor | None = None
         self._ledger: Ledger | None = None
@@ -73,10 +73,11 @@ class FsStore(ChunkStore):
                 capacity=config.capacity,
                 max_age=config.max_age,
                 min_free=config.min_free,
+                round_seconds=waits.round,
             )
             # A fraction of the deadline: beyond it, and its grace, the engine takes this wait for a store that hangs.
-            patience = min(REPORT_SECONDS, config.deadline / 4)
-            self._ledger = self._evictor.ledger = Ledger(config.capacity, known, self._evictor.wake, patience)
+            patience = min(waits.report, config.deadline / 4)
+            self._ledger = self._evictor.ledger = Ledger(config.capacity, known, self._evictor.wake, patience, waits)
             self._evictor.start()
 
     def read_into(self, name: str, dst: memoryview) -> int:
@@ -218,7 +219,7 @@ class FsStore(ChunkStore):
 
     def close(self) -> None:
         """Report this process's writes, end the thread, close the directory."""
-        if self._evictor is not None and not self._evictor.stop(_CLOSE_SECONDS):
+        if self._evictor is not None and not self._evictor.stop(self._waits.close):
             return  # the file system hangs: its thread still uses the descriptors, which end with the process
         self._usage.close()
         self._directory.close()
