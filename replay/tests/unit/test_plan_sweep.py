@@ -15,29 +15,24 @@ import pytest
 from kvtiers.api import KvtiersError
 from kvtiers_replay.plan import PlanCase, PlanTier, Search, searches, simulate, sweep
 
-SWEEP = sys.modules[sweep.__module__]  # the package has a function of the same name
-
-
 CASES = [PlanCase(rows, policy) for policy in ("lru", "arc") for rows in (70, 150, 400)]
 
 
-def test_processes_find_what_one_process_finds(trace, monkeypatch):
-    monkeypatch.setattr(SWEEP, "_SMALL", 0)
+def test_processes_find_what_one_process_finds(trace):
     served = []
-    found = dict(sweep(trace, CASES, processes=2, progress=served.append))
+    found = dict(sweep(trace, CASES, processes=2, progress=served.append, small=0))
     assert found == {index: simulate(trace, case) for index, case in enumerate(CASES)}
     assert sum(served) == len(CASES) * len(trace.requests)
 
 
-def test_a_sweep_that_is_given_up_leaves_no_process(trace, monkeypatch):
-    monkeypatch.setattr(SWEEP, "_SMALL", 0)
+def test_a_sweep_that_is_given_up_leaves_no_process(trace):
     before = children()
 
     def stop(_requests):
         raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        list(sweep(trace, CASES * 50, processes=2, progress=stop))
+        list(sweep(trace, CASES * 50, processes=2, progress=stop, small=0))
     assert children() <= before
 
 
@@ -49,8 +44,7 @@ def children() -> set[int]:
     return found
 
 
-def test_a_process_that_is_killed_is_one_clear_line(trace, monkeypatch):
-    monkeypatch.setattr(SWEEP, "_SMALL", 0)
+def test_a_process_that_is_killed_is_one_clear_line(trace):
     before = children()
 
     def kill(_requests):
@@ -58,7 +52,7 @@ def test_a_process_that_is_killed_is_one_clear_line(trace, monkeypatch):
             os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(KvtiersError, match="a process of the plan ended by signal 9, perhaps for want of memory; try"):
-        list(sweep(trace, CASES * 50, processes=2, progress=kill))
+        list(sweep(trace, CASES * 50, processes=2, progress=kill, small=0))
 
 
 ENDLESS = """
@@ -69,7 +63,6 @@ import kvtiers_replay.plan as plan
 from synthetic import synthetic
 
 if __name__ == "__main__":
-    sys.modules[plan.sweep.__module__]._SMALL = 0
     warned = False
 
     def report(requests):
@@ -79,7 +72,7 @@ if __name__ == "__main__":
             print(*Path("/proc/thread-self/children").read_text().split(), flush=True)
 
     trace = plan.PlanTrace(synthetic())
-    list(plan.sweep(trace, [plan.PlanCase(100)] * 100_000, processes=2, progress=report))
+    list(plan.sweep(trace, [plan.PlanCase(100)] * 100_000, processes=2, progress=report, small=0))
 """
 
 

@@ -20,7 +20,7 @@ __all__ = ["Search", "Task", "searches", "sweep"]
 
 Progress: TypeAlias = Callable[[int], None]
 
-_SMALL = 400_000  # references of all tasks: fewer are done before a worker has started
+_SMALL = 400_000
 _CLOSE_SECONDS = 5.0
 
 
@@ -73,14 +73,20 @@ def searches(points: Sequence[PlanPoint], wish: float) -> list[Search]:
 
 
 def sweep(
-    trace: PlanTrace, tasks: Sequence[Task], *, processes: int = 1, progress: Progress = lambda _requests: None
+    trace: PlanTrace,
+    tasks: Sequence[Task],
+    *,
+    processes: int = 1,
+    progress: Progress = lambda _requests: None,
+    small: int = _SMALL,
 ) -> Iterator[tuple[int, PlanPoint]]:
     """Yield (index of the task, its point) as they end. ``progress`` gets the requests served, in this process.
 
+    ``small``: references of all tasks; fewer are done here, before a worker would have started.
     KvtiersError if a worker ends before its time.
     """
     processes = min(processes, len(tasks))
-    if processes <= 1 or trace.references * len(tasks) < _SMALL:
+    if processes <= 1 or trace.references * len(tasks) < small:
         for index, task in enumerate(tasks):
             yield index, _run(trace, task, progress)
         return
