@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from kvtiers.api import make_offload_key
 from kvtiers.api.keys import with_tenant
 from kvtiers.config import EventsConfig, EventTierConfig, load_config
-from kvtiers.kv_events import chunk_table
 from kvtiers.kv_events.chunk_table import ChunkTable
 from kvtiers.kv_events.naming import GroupFacts, Place, place_of
 from kvtiers.kv_events.wire import Wire
@@ -32,8 +31,13 @@ def chunk(name, number=0, per_chunk=2, group=0, adapter=None, before=None):
 
 
 @pytest.fixture
-def table():
-    return ChunkTable(Wire("bytes", "map"), GROUPS, PLACES, tokens=True)
+def bounds():
+    return {}
+
+
+@pytest.fixture
+def table(bounds):
+    return ChunkTable(Wire("bytes", "map"), GROUPS, PLACES, tokens=True, **bounds)
 
 
 def events(table, keys, *, removed=False, tier=""):
@@ -183,9 +187,8 @@ def test_a_chunk_that_was_not_reported_is_not_removed_from_the_primary(table):
     assert events(table, [two.key, make_offload_key(b"never", 0)], removed=True) == []
 
 
-def test_what_a_tier_has_stored_is_removed_as_often_as_it_was_reported_which_is_bounded(table, monkeypatch):
-    monkeypatch.setattr(chunk_table, "_MOST_REPORTS", 3)
-    monkeypatch.setattr(chunk_table, "_MOST_COUNTED", 2)
+@pytest.mark.parametrize("bounds", [{"most_reports": 3, "most_counted": 2}])
+def test_what_a_tier_has_stored_is_removed_as_often_as_it_was_reported_which_is_bounded(table):
     often, once = chunk("a"), chunk("b")
     table.describe([often, once])
     assert [len(events(table, [often.key], tier="s3")) for _ in range(5)] == [1, 1, 1, 0, 0]
@@ -206,8 +209,8 @@ def test_an_evicted_chunk_is_still_described_when_a_tier_has_stored_it(table):
     assert event["token_ids"] == list(range(8))
 
 
-def test_descriptions_of_what_is_not_in_the_primary_are_bounded_and_those_of_the_rest_stay(table, monkeypatch):
-    monkeypatch.setattr(chunk_table, "_MOST_RECENT", 10)
+@pytest.mark.parametrize("bounds", [{"most_recent": 10}])
+def test_descriptions_of_what_is_not_in_the_primary_are_bounded_and_those_of_the_rest_stay(table):
     kept = chunk("kept")
     table.describe([kept])
     events(table, [kept.key])

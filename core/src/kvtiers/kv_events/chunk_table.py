@@ -2,7 +2,7 @@
 
 An engine describes a chunk when it stores it or asks for it; its events come later, when it has landed and when it is
 evicted. A description is kept while its chunk is in the primary, so their number is bounded by its rows, and for the
-latest ``_MOST_RECENT`` others: chunks on their way in, or out to a tier. Of a chunk that is not described the hash in
+latest ``most_recent`` others: chunks on their way in, or out to a tier. Of a chunk that is not described the hash in
 its key is published, that of its last block, without tokens: routers that have the block from the engine's own events
 find it by that.
 
@@ -28,7 +28,7 @@ from kvtiers.types import ChunkBlocks, OffloadEvent
 __all__ = ["ChunkTable"]
 
 _MOST_RECENT = 1 << 14
-_MOST_COUNTED = 1 << 15  # chunks of tiers, some 8 MiB
+_MOST_COUNTED = 1 << 15  # some 8 MiB
 _MOST_REPORTS = 8
 
 
@@ -60,9 +60,26 @@ class _Known(NamedTuple):
 
 
 class ChunkTable:
-    """Makes events. The publisher's thread alone. ``places``: by a tier's name, "" for the primary."""
+    """Makes events. The publisher's thread alone. ``places``: by a tier's name, "" for the primary.
 
-    def __init__(self, wire: Wire, groups: Sequence[GroupFacts], places: Mapping[str, Place], *, tokens: bool) -> None:
+    ``most_recent``: descriptions that are kept beyond those of the primary. ``most_counted``: chunks of tiers of which
+    it is remembered how often they were reported, up to ``most_reports``.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        groups: Sequence[GroupFacts],
+        places: Mapping[str, Place],
+        *,
+        tokens: bool,
+        most_recent: int = _MOST_RECENT,
+        most_counted: int = _MOST_COUNTED,
+        most_reports: int = _MOST_REPORTS,
+    ) -> None:
+        self._most_recent = most_recent
+        self._most_counted = most_counted
+        self._most_reports = most_reports
         self._wire = wire
         self._groups = groups
         self._places = places
@@ -74,7 +91,7 @@ class ChunkTable:
         self._holders: Counter[tuple[int, bool, int | bytes]] = Counter()
         """By KV group, ``is_bare`` and block: the chunks in the primary that have it."""
         self._reports: OrderedDict[tuple[str, OffloadKey], int] = OrderedDict()
-        """How often it was reported that a tier has stored a chunk, for the latest ``_MOST_COUNTED`` of them."""
+        """How often it was reported that a tier has stored a chunk, for the latest ``most_counted`` of them."""
 
     def describe(self, chunks: Sequence[ChunkBlocks]) -> None:
         """Take what an engine says of chunks."""
@@ -91,7 +108,7 @@ class ChunkTable:
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        while len(self._recent) > _MOST_RECENT:
+        while len(self._recent) > self._most_recent:
             self._recent.popitem(last=False)
 
     def events(self, change: OffloadEvent) -> Iterator[msgspec.Struct]:
@@ -174,10 +191,10 @@ class ChunkTable:
     def _reported(self, tier: str, key: OffloadKey) -> list[_Known]:
         """Take note that a tier has a chunk; return it, unless that was reported often enough."""
         times = self._reports.pop((tier, key), 0)
-        self._reports[tier, key] = min(times + 1, _MOST_REPORTS)
-        if len(self._reports) > _MOST_COUNTED:
+        self._reports[tier, key] = min(times + 1, self._most_reports)
+        if len(self._reports) > self._most_counted:
             self._reports.popitem(last=False)
-        return [self._find(key)] if times < _MOST_REPORTS else []
+        return [self._find(key)] if times < self._most_reports else []
 
     def _landed(self, group: int, key: OffloadKey) -> list[_Known]:
         """Take note that a chunk is in the primary; return the parts of it that no other chunk there has."""
