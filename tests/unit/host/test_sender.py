@@ -1,39 +1,23 @@
 """The thread of a host that sends: what it says of a job's start, and in which order."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 
-from kvtiers.host import sender
 from kvtiers.host.sender import HostSender
 
 START, END, OTHER = b"start", b"end", b"other"
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(sender, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(sender, "_TICK_SECONDS", 3600.0)  # nothing but messages wakes the thread up
-    return clock
-
-
 class Sending:
-    """A writer, and all that it has sent when it is closed."""
+    """A writer, which nothing but messages wakes up, and all that it has sent when it is closed."""
 
-    def __init__(self):
+    def __init__(self, clock, **more):
         self.engine, self.host = socket.socketpair()
         self.engine.settimeout(30)
-        self.writer = HostSender(self.host, figures=lambda: b"", check_kept=lambda: False, idle=lambda: None)
+        self.writer = HostSender(
+            self.host, lambda: b"", lambda: False, lambda: None, clock, tick_seconds=3600.0, **more
+        )
         self.writer.start()
 
     def receive(self, length):
@@ -52,8 +36,13 @@ class Sending:
 
 
 @pytest.fixture
-def sending(clock):
-    sending = Sending()
+def start_seconds():
+    return 0.05
+
+
+@pytest.fixture
+def sending(clock, start_seconds):
+    sending = Sending(clock, start_seconds=start_seconds)
     yield sending
     sending.writer.close(30)
     sending.host.close()
@@ -74,7 +63,7 @@ def test_of_a_job_that_has_ended_at_once_nothing_is_said_but_its_end(sending, cl
     sending.writer.post_start(1, START)
     sending.writer.post_end(1, END)
     assert sending.receive(len(END)) == END
-    clock.now = 10.0
+    clock.now += 10.0
     sending.writer.post(OTHER)
     assert sending.rest() == OTHER
 
@@ -85,8 +74,8 @@ def test_a_jobs_start_is_kept_back_while_it_may_still_end_at_once(sending):
     assert sending.rest() == OTHER
 
 
-def test_that_a_job_has_begun_is_said_by_itself_and_before_its_end(sending, monkeypatch):
-    monkeypatch.setattr(sender, "_START_SECONDS", 0.0)
+@pytest.mark.parametrize("start_seconds", [0.0])
+def test_that_a_job_has_begun_is_said_by_itself_and_before_its_end(sending):
     sending.writer.post_start(1, START)
     assert sending.receive(len(START)) == START
     sending.writer.post_end(1, END)

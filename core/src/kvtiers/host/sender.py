@@ -31,7 +31,8 @@ class HostSender:
     """The sending thread: messages in order.
 
     ``figures`` is asked for a message, b"" for none, once a second; ``check_kept`` is called more often, as long as it
-    returns True; ``idle`` once, a second after the last message.
+    returns True; ``idle`` once, a second after the last message. ``tick_seconds``: that second. ``start_seconds``: how
+    long the start of a job is kept back.
     """
 
     def __init__(
@@ -40,11 +41,18 @@ class HostSender:
         figures: Callable[[], bytes],
         check_kept: Callable[[], bool],
         idle: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tick_seconds: float = _TICK_SECONDS,
+        start_seconds: float = _START_SECONDS,
     ) -> None:
         self._connection = connection
         self._figures = figures
         self._check_kept = check_kept
         self._idle = idle
+        self._clock = clock
+        self._tick_seconds = tick_seconds
+        self._start_seconds = start_seconds
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._starts: dict[int, tuple[float, bytes]] = {}
         self._thread = threading.Thread(target=self._run, name="kvtiers-host-writer", daemon=True)
@@ -60,7 +68,7 @@ class HostSender:
     def post_start(self, job_id: int, message: bytes) -> None:
         """Send in a moment that a job has begun, unless its end comes first."""
         is_first = not self._starts
-        self._starts[job_id] = time.monotonic() + _START_SECONDS, message
+        self._starts[job_id] = self._clock() + self._start_seconds, message
         if is_first:
             self._messages.put(b"")  # the thread may be waiting for longer than a moment
 
@@ -82,16 +90,16 @@ class HostSender:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        tick_at = time.monotonic() + _TICK_SECONDS
+        tick_at = self._clock() + self._tick_seconds
         going, sent, has_sent = True, False, False
         try:
             while going:
                 is_short = self._check_kept() or self._starts
-                data, going = self._collect(_KEPT_SECONDS if is_short else max(0.0, tick_at - time.monotonic()))
+                data, going = self._collect(_KEPT_SECONDS if is_short else max(0.0, tick_at - self._clock()))
                 data += self._due_starts()
                 sent = sent or bool(data)
-                if time.monotonic() >= tick_at:
-                    tick_at = time.monotonic() + _TICK_SECONDS
+                if self._clock() >= tick_at:
+                    tick_at = self._clock() + self._tick_seconds
                     data += self._figures()
                     if has_sent and not sent:
                         self._idle()
@@ -103,7 +111,7 @@ class HostSender:
 
     def _due_starts(self) -> bytes:
         """Return what is to be said now. The end of one that is taken here is not in the queue yet."""
-        now, due = time.monotonic(), list[bytes]()
+        now, due = self._clock(), list[bytes]()
         for job, (at, message) in self._starts.copy().items():
             if at > now:
                 break
