@@ -299,11 +299,11 @@ def sealed(kit, clock):
     """Make a tier of the third rung under protection; all are closed at the end."""
     tiers = []
 
-    def make(opener=None, **options):
+    def make(opener=None, waits=None, **options):
         inner = AsyncTier(kit.rows, kit.VALUE)
         config = TierConfig.model_validate({"type": "t", "breaker": {"failures": 2, "delay": "10ms"}, **options})
         sizes = [(kit.PAYLOAD, kit.VALUE)]
-        tier = SealedTier(config, opener or (lambda: inner), kit.rows.views, kit.NAMES, sizes, clock)
+        tier = SealedTier(config, opener or (lambda: inner), kit.rows.views, kit.NAMES, sizes, clock, **(waits or {}))
         tiers.append(tier)
         if opener is None:
             assert tier.wait_open(kit.PATIENCE) == ""

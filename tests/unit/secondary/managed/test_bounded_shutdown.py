@@ -76,12 +76,9 @@ def test_close_closes_the_tier_once_on_its_own_thread(kit, sealed):
     assert not tier.is_available()
 
 
-def test_a_tier_whose_close_hangs_is_left_behind(kit, sealed, monkeypatch):
-    from kvtiers.secondary.managed import sealed_tier as sealing
-
-    monkeypatch.setattr(sealing, "_CLOSE_SECONDS", 0.05)
+def test_a_tier_whose_close_hangs_is_left_behind(kit, sealed):
     gate, closing, ended = threading.Event(), threading.Event(), threading.Event()
-    tier, inner = sealed()
+    tier, inner = sealed(waits={"close_seconds": 0.05})
     inner.close = lambda: closing.set() or (gate.wait() and ended.set())
     tier.close()
     assert closing.wait(kit.PATIENCE)
@@ -111,9 +108,8 @@ def test_a_drain_that_hangs_is_left_behind_and_the_tier_asked_nothing_more(kit, 
     assert log_lines("dropped") == "t: shutdown within 0.1s dropped 1 jobs with 4 chunks"
 
 
-def test_a_drain_that_takes_all_its_time_is_none_that_hangs(kit, sealed, keys, monkeypatch):
-    monkeypatch.setattr("kvtiers.secondary.managed.sealed_tier._LATE_SECONDS", kit.PATIENCE)
-    tier, inner = sealed()
+def test_a_drain_that_takes_all_its_time_is_none_that_hangs(kit, sealed, keys):
+    tier, inner = sealed(waits={"late_seconds": kit.PATIENCE})
     tier.submit_store(job(keys))
     handed_over(kit, tier, inner)
     inner.drain = lambda timeout: time.sleep(timeout) or inner.move()

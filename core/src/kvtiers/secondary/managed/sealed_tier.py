@@ -40,13 +40,17 @@ __all__ = ["SealedTier"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _CLOSE_SECONDS = 5.0
-_LATE_SECONDS = 0.5  # by which a tier's drain() may take longer than it was given
+_LATE_SECONDS = 0.5
 _FIGURES_SECONDS = 1.0  # how often the tier's own figures are read
 _NO_KEYS = (b"",)  # of no job
 
 
 class SealedTier(EventTier):
-    """Wraps the tier that ``open_tier`` opens. Not available until it is open."""
+    """Wraps the tier that ``open_tier`` opens. Not available until it is open.
+
+    ``close_seconds``: for its thread and the tier to end. ``late_seconds``: by which the tier's drain() may take longer
+    than it was given.
+    """
 
     def __init__(
         self,
@@ -56,7 +60,12 @@ class SealedTier(EventTier):
         names: StorageNames,
         sizes: Sequence[tuple[int, int]],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        close_seconds: float = _CLOSE_SECONDS,
+        late_seconds: float = _LATE_SECONDS,
     ) -> None:
+        self._close_seconds = close_seconds
+        self._late_seconds = late_seconds
         self._name = config.tier_name
         self._names = names
         self._breaker = Breaker(config.breaker, clock)
@@ -180,7 +189,7 @@ class SealedTier(EventTier):
     def close(self) -> None:
         """End the thread and the tier."""
         self._in_use = None
-        self._sealer.close(_CLOSE_SECONDS)
+        self._sealer.close(self._close_seconds)
 
     # -- beyond the contract, for core
 
@@ -282,7 +291,7 @@ class SealedTier(EventTier):
             daemon=True,
         )
         draining.start()
-        draining.join(seconds + _LATE_SECONDS)
+        draining.join(seconds + self._late_seconds)
         if draining.is_alive():
             late = f"its drain() does not return within the shutdown's {timeout:.3g}s"
             _log.warning("%s: %s; the tier is left as it is, and not closed", self._name, late)
