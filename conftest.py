@@ -11,11 +11,17 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(ImportError):  # not in every environment that runs some of the tests
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
         # The same examples in each run, so that nothing but a change turns a test red; `make test-explore` draws new
-        # ones, and more. An example that takes long says something of the machine only.
+        # ones, and more. An example that takes long, to make or to run, says something of the machine only.
         explores = "KVTIERS_EXPLORE" in os.environ
         examples = 1_000 if explores else 100
-        settings.register_profile("any-machine", deadline=None, derandomize=not explores, max_examples=examples)
+        settings.register_profile(
+            "any-machine",
+            deadline=None,
+            derandomize=not explores,
+            max_examples=examples,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
         settings.load_profile("any-machine")

@@ -162,7 +162,8 @@ def test_what_an_engine_says_of_itself_has_its_histograms_in_one_line_each(repor
     assert json.loads(engines.partition("\n\n")[0]) == said
 
 
-def test_engines_that_do_not_answer_are_waited_for_side_by_side(report):
+def test_engines_that_do_not_answer_are_waited_for_side_by_side(report, monkeypatch):
+    monkeypatch.setattr("kvtiers.status._ASK_SECONDS", 2.0)
     with contextlib.ExitStack() as closing:
         for number in range(12):
             hangs = closing.enter_context(socket.socket(socket.AF_UNIX))
