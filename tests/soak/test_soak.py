@@ -179,10 +179,13 @@ def test_a_mutated_load_of_a_tier_of_the_third_rung_is_a_miss_and_counted(tmp_pa
     environment = os.environ | {"PYTHONPATH": chaos._install_liar()}
     tier = {"type": "managed-liar", "max_blocks": 200, **soak.MANAGED}
     config = {"version": 1, "primary": soak.PRIMARY, **soak.WAITS, "secondary": [tier]}
-    ran = soak.Engine(config, 8, environment)
-    assert ran.process.wait(60) == 0
-    ran.end()
-    assert not ran.wrong
+    for seconds in (8, 60):  # a busy machine may load too little in the first
+        ran = soak.Engine(config, seconds, environment)
+        assert ran.process.wait(seconds + 60) == 0
+        ran.end()
+        assert not ran.wrong
+        if ran.last["damaged"]["managed-liar"]:
+            break
     assert ran.last["landed"]["managed-liar"] > 0
     assert ran.last["damaged"]["managed-liar"] > 0
 
