@@ -9,6 +9,10 @@ drives the hosts alone: a ceiling without the copy. `plain` calls the store in a
 `control` is `client` once more: what its share of `client` differs from 1 is noise. All with tier hosts (`io: process`)
 and jobs as they come. All lanes use one Redis server, whose processor time counts with that of the tier hosts. Medians;
 shares are turn by turn, since turns beside each other differ less than rounds.
+
+With `--one-by-one` another question, that of Mooncake's storage benchmark: how fast are large values over `fs`, each
+put or got when the one before has ended? `client` has them in its region. `plain` writes them one behind the other into
+a file and reads them from there, as that benchmark's own storage does; `control` is `plain` once more.
 """
 
 import contextlib
@@ -66,6 +70,10 @@ WAYS_OF_MEMORY = {
     "region 2": (2, False),
 }
 """Lanes of a client's: parts a value, and whether they lie in the caller's own memory."""
+ONE_BY_ONE_BYTES = 78 * 64 * (512 + 64 + 128) * 2
+"""A value of Mooncake's storage benchmark: GLM-5, by layers, tokens, numbers of KV and index, bytes a number."""
+ONE_BY_ONE_COUNT = 40
+GOAL_OF_PLAIN = 0.7
 
 
 class StackLane:
@@ -284,6 +292,59 @@ class PlainLane:
         self._back[:] = 0
 
 
+class OneByOneLane:
+    """A client with one value in its region, and room for one that is read."""
+
+    def __init__(self, config: dict[str, Any], value: Values, stack: ExitStack) -> None:
+        self._config = config
+        self._client = stack.enter_context(open_client(config, IDENTITY, value.nbytes, region_bytes=2 * value.nbytes))
+        self._from, self._back = np.frombuffer(self._client.region, np.uint8).reshape(2, -1)
+        self._from[:] = value
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Put values that begin with their keys."""
+        for key in keys:
+            self._from[: len(key)] = np.frombuffer(key, np.uint8)
+            assert all(self._client.put([key], [self._from]).stored), self._client.stats()
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """Get these values."""
+        for key in keys:
+            assert all(self._client.get_into([key], [self._back])), self._client.stats()
+            assert self._back[: len(key)].tobytes() == key
+
+    def clear(self) -> None:
+        """Remove them."""
+        assert np.array_equal(self._back, self._from)
+        clear(self._config)
+
+
+class PlainFileLane:
+    """One file, written and read in this process."""
+
+    def __init__(self, path: Path, value: Values, stack: ExitStack) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
+        stack.callback(os.close, self._file)
+        self._from, self._back = value.copy(), np.zeros_like(value)
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Write values that begin with their keys, one behind the other."""
+        for place, key in enumerate(keys):
+            self._from[: len(key)] = np.frombuffer(key, np.uint8)
+            assert os.pwrite(self._file, self._from, place * self._from.nbytes) == self._from.nbytes
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """Read these values."""
+        for place, key in enumerate(keys):
+            assert os.preadv(self._file, [self._back], place * self._back.nbytes) == self._back.nbytes
+            assert self._back[: len(key)].tobytes() == key
+
+    def clear(self) -> None:
+        """Remove them."""
+        assert np.array_equal(self._back, self._from)
+        os.truncate(self._file, 0)
+
+
 def config_of(kind: str, place: str, total: int) -> dict[str, Any]:
     """Return a config with one tier. In memory the oldest values go first; what else holds values ``clear`` empties.
 
@@ -405,6 +466,63 @@ def figures_of(samples: Samples, moved: float) -> dict[str, Any]:
     }
 
 
+def measure_one_by_one(rounds: int, top: Path) -> dict[str, Any]:
+    """Return the rates of calls with one large value each."""
+    value = np.random.default_rng(0).integers(0, 256, ONE_BY_ONE_BYTES, np.uint8)
+    with ExitStack() as stack:
+        lanes: dict[str, Any] = {
+            "plain": PlainFileLane(top / "plain", value, stack),
+            "client": OneByOneLane(config_of("fs", str(top / "client"), 0), value, stack),
+            "control": PlainFileLane(top / "control", value, stack),
+        }
+        samples: Samples = {name: [] for name in lanes}
+        order = [*lanes]
+        for turn in range(rounds + 1):
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                lane, keys = lanes[name], [os.urandom(32) for _ in range(ONE_BY_ONE_COUNT)]
+                pair = turn_of(lane.write, keys), turn_of(lane.read, keys)
+                lane.clear()
+                if turn:  # the first one warms up
+                    samples[name].append(pair)
+        del lanes, lane
+    gc.collect()
+    moved = ONE_BY_ONE_COUNT * ONE_BY_ONE_BYTES / 1e9
+    plain = samples["plain"]
+    return {
+        name: {
+            way: {
+                "gb_per_s": [moved / pair[i].seconds for pair in pairs],
+                "of_plain": [beside[i].seconds / pair[i].seconds for beside, pair in zip(plain, pairs, strict=True)],
+                "processor_s_per_gb": [(pair[i].caller + pair[i].hosts) / moved for pair in pairs],
+            }
+            for i, way in enumerate(WAYS)
+        }
+        for name, pairs in samples.items()
+    }
+
+
+def goals_one_by_one(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        at_least(
+            f"one by one, {way}: the client as a share of plain I/O",
+            statistics.median(found["client"][way]["of_plain"]),
+            GOAL_OF_PLAIN,
+        )
+        for way in WAYS
+    ]
+
+
+def report_one_by_one(found: dict[str, Any]) -> None:
+    """Print medians and ranges."""
+    for name, ways in found["one_by_one"].items():
+        for way, figures in ways.items():
+            cells = ", ".join(
+                f"{figure} {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+                for figure, values in figures.items()
+            )
+            print(f"{name:8}{way:6} {cells}")
+
+
 def turn_of(work: Callable[[Sequence[bytes]], None], keys: Sequence[bytes]) -> Turn:
     hosts, caller, begin = hosts_seconds(), time.process_time(), time.perf_counter()
     work(keys)
@@ -461,11 +579,16 @@ def main() -> None:
     parser = options_of(__doc__, "fewer bytes and rounds")
     parser.add_argument("--store", choices=STORES, help="this store alone (all)")
     parser.add_argument("--path", type=Path, help="a folder on the disk for fs (the one for temporary files)")
+    parser.add_argument("--one-by-one", action="store_true", help="calls with one large value each, over fs, alone")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     total, rounds = (64 << 20, 3) if options.quick else (192 << 20, 7)
     with tempfile.TemporaryDirectory(dir=options.path, prefix="kvtiers-bench-") as top:
+        if options.one_by_one:
+            by_one = measure_one_by_one(rounds, Path(top))
+            say({"one_by_one": by_one, "goals": goals_one_by_one(by_one)}, report_one_by_one, as_json=options.json)
+            return
         stores = [options.store] if options.store else STORES
         sizes = [measure(kind, nbytes, total, rounds, Path(top)) for kind in stores for nbytes in SIZES]
     say({"sizes": sizes, "goals": goals_of(sizes)}, report, as_json=options.json)
