@@ -11,10 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "integrations" / "lmcache"))
 from tests.conftest import params_of
 from tests.parts import Layout, Server, SharedMemory, content, keys_of
 
-from kvtiers_lmcache import clients
-
 VALUES = 4
-clients._LEAST_MAPPED = 0  # these small objects, too
 
 
 def release():

@@ -12,10 +12,8 @@ from tests import without_torchvision  # noqa: F401, I001 -- before anything of 
 from sglang.srt.plugins import load_plugins
 from tests.parts import Server, mha_pool, published
 
-from kvtiers_sglang import pools
 
 PAGES = 4
-pools._LEAST_MAPPED = 0  # pages of these small pools, too
 load_plugins()
 published().install()
 
