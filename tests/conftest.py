@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtiers import _log_queue
+from kvtiers._log_queue import QueuedLogs
 
 TRACES = "KVTIERS_TRACES"
 QUICK = tuple(Path(__file__).with_name("quick.txt").read_text(encoding="utf-8").split())
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: left out by `make test`")  # also where other settings are in force
     # What an engine has logged is in ``caplog`` when it has been closed, and the thread that writes it has ended, also
     # on a machine so busy that this takes more than the second for which an engine's end waits.
-    _log_queue._CLOSE_SECONDS = 60.0
+    QueuedLogs.close.__defaults__ = (60.0,)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers that -m names

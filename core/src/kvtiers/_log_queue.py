@@ -179,11 +179,11 @@ class QueuedLogs:
         self._pid = os.getpid()
         _log_queue.enter()
 
-    def close(self, seconds: float | None = None) -> None:
+    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
         """End the use; if it was the last, wait up to ``seconds`` for the lines that wait. May be called again."""
         if self._is_open and self._pid == os.getpid():  # a forked child has no use of it: the queue starts again there
             self._is_open = False
-            _log_queue.leave(_CLOSE_SECONDS if seconds is None else seconds)
+            _log_queue.leave(seconds)
 
 
 def queue_logs() -> QueuedLogs:
