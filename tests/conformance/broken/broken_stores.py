@@ -600,8 +600,11 @@ class RemembersThoughVolatile(Memory):
 @caught_by("test_a_writer_killed_in_the_middle_leaves_no_half_value", by_chance=RACES)
 class WritesInPlace(Folder):
     def write(self, name, src):
-        with self.path(name).open("wb") as file:
-            file.write(src)
+        with self.path(name).open("wb", buffering=0) as file:
+            for start in range(0, len(src), 1 << 19):
+                if start:
+                    time.sleep(0.002)  # on a busy machine, too, most of the time of a write lies within it
+                file.write(src[start : start + (1 << 19)])
 
 
 @caught_by("test_a_writer_killed_in_the_middle_leaves_no_half_value")
