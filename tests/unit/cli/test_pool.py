@@ -105,6 +105,26 @@ def test_more_memory_than_there_is_names_the_option(serving, tmp_path):
     assert "lower --size below" in keeper.stderr.read()
 
 
+def test_clear_forgets_what_no_engine_has_and_says_of_the_rest_who_has_it(serving, tmp_path):
+    path = tmp_path / "pool.sock"
+    serving(path)
+    wait_until(lambda: is_served(str(path)), "it does not serve")
+    engine = PoolEngine(path)
+    engine.store(chain(1, 3))
+    wait_until(engine.is_published, "it is not published")
+    refused = run("clear", "--socket", path)
+    why = f"an engine has its memory (process {os.getpid()}); end it, or clear it there ('kvtiers ctl clear')"
+    assert (refused.exit_code, refused.output) == (2, f"error: pool: {why}\n")
+    assert engine.check() == 3
+    engine.close()
+    wait_until(lambda: "no engine has it" in run("status", "--socket", path).output, "it is not taken back")
+    cleared = run("clear", "--socket", path)
+    assert (cleared.exit_code, cleared.output) == (0, "3 chunks forgotten\n")
+    engine = PoolEngine(path)
+    assert engine.tier.chunks == 0
+    engine.close()
+
+
 @pytest.mark.parametrize("size", ["much", "0", "-1GiB"])
 def test_a_size_that_is_none_is_refused(size):
     found = run("serve", "--size", size)
@@ -113,21 +133,34 @@ def test_a_size_that_is_none_is_refused(size):
 
 
 def test_without_a_keeper_the_status_is_one_line(tmp_path):
-    found = run("status", "--socket", tmp_path / "nobody.sock")
-    assert found.exit_code == 2
-    assert "error: pool: no keeper serves at" in found.output
+    for command in ("status", "clear"):
+        found = run(command, "--socket", tmp_path / "nobody.sock")
+        assert found.exit_code == 2
+        assert "error: pool: no keeper serves at" in found.output
 
 
 def test_a_status_says_what_is_waited_for():
     figures = {
-        "bytes": 1 << 30, "populated": True, "checking": False, "populate_seconds": 0.25, "holds": "", "engine": 7,
-        "engine_connected": False, "watched": 2, "waiting": [8, 9], "published": 0, "published_late": 0,
-        "checked": 0, "engines": 1, "damaged": 0,
+        "bytes": 1 << 30, "populated": True, "checking": False, "populate_seconds": 0.25, "holds": "", "lent": True,
+        "engine": 7, "engine_connected": False, "watched": 2, "waiting": [8, 9], "published": 0, "published_late": 0,
+        "checked": 0, "engines": 1, "damaged": 0, "processes": [{"pid": 20, "rank": -3}, {"pid": 21, "rank": 0}],
     }  # fmt: skip
-    assert status_lines(figures)[1:4] == [
-        "process 7 had it; not all of its processes have ended yet, tier hosts and ranks",
+    assert status_lines(figures)[1:7] == [
+        "process 7 had it; not all of its processes have ended yet",
+        "process 20 has it, a tier host",
+        "process 21 has it, rank 0",
         "process 8 waits for it",
         "process 9 waits for it",
+        "0 chunks published, 0 too late: their rows were taken again",
     ]
+    assert "lsof" in status_lines({**figures, "processes": []})[2]
+    hidden = {"engine": 0, "waiting": [0], "processes": [{"pid": 0, "rank": -3}, {"pid": 0, "rank": 0}]}
+    assert status_lines({**figures, **hidden, "engine_connected": True})[1:5] == [
+        "a process of another PID namespace has it",
+        "a process of another PID namespace has it, a tier host",
+        "a process of another PID namespace has it, rank 0",
+        "a process of another PID namespace waits for it",
+    ]
+    assert status_lines({**figures, "lent": False})[1] == "no engine has it"
     assert status_lines({**figures, "checking": True})[1] == "its rows are being checked"
     assert status_lines({**figures, "populated": False}) == ["1GiB, not populated yet"]

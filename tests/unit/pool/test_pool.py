@@ -17,7 +17,7 @@ from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIde
 from kvtiers.pool import loan as loan_module
 from kvtiers.pool.keeper import Keeper
 from kvtiers.pool.listening import listen
-from kvtiers.pool.loan import PoolLoan, is_served, pool_figures
+from kvtiers.pool.loan import PoolLoan, clear_pool, is_served, pool_figures
 from kvtiers.pool.memory import Index, Plane, Shape, residents
 from kvtiers.testing.running import descriptors_left_since, open_descriptors
 
@@ -114,6 +114,35 @@ def test_a_chunk_that_was_evicted_is_found_as_long_as_its_bytes_are_there_and_on
     engine = PoolEngine(path)
     assert engine.load(chain(1, 60)) == engine.check()
     engine.close()
+
+
+def test_what_is_cleared_while_it_is_checked_is_not_found_and_its_damage_is_not_lost(path, monkeypatch):
+    checked, slow = Keeper._damaged_of, threading.Event()
+
+    def damaged_of(keeper, rows):
+        slow.wait(60)
+        return checked(keeper, rows)
+
+    monkeypatch.setattr(Keeper, "_damaged_of", damaged_of)
+    keeper = KeeperThread(path, SIZE)
+    engine = stored(path, KEYS)
+    engine.row(engine.tier._row_of[KEYS[7]])[123] ^= 1
+    engine.close()
+    figures_when(keeper, checking=True)
+    assert clear_pool(str(path)) == 30
+    slow.set()
+    engine = PoolEngine(path)
+    assert engine.tier.chunks == 0
+    assert keeper.figures()["damaged"] == 1
+    engine.close()
+    keeper.stop()
+
+
+def test_a_keeper_to_which_an_engine_may_be_about_to_bring_its_memory_does_not_say_that_it_is_cleared(path):
+    keeper = KeeperThread(path, SIZE, handover=60)
+    with pytest.raises(StartError, match="it has no memory yet; ask again in a moment"):
+        clear_pool(str(path))
+    keeper.stop()
 
 
 @pytest.mark.parametrize("what", ["reset_cache", "forget"])
@@ -247,6 +276,7 @@ def test_memory_is_taken_back_after_the_last_rank_has_ended(path, keeper):
         engine.loan.watch(number, pidfd)
         os.close(pidfd)
     engine.loan.unwatch(1)
+    figures_when(keeper, processes=[{"pid": os.getpid(), "rank": -1}, {"pid": rank.pid, "rank": 0}])
     engine.close()
     wait_until(lambda: keeper.figures()["watched"] == 1, "it waits for others, or for none")
     assert keeper.figures()["checked"] == 0, "its copies may go on"

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,11 +12,13 @@ import click
 from kvtiers.api import StartError
 from kvtiers.api.units import format_size, parse_size
 from kvtiers.pool.keeper import serve as serve_pool
-from kvtiers.pool.loan import pool_figures
+from kvtiers.pool.loan import clear_pool, pool_figures
+from kvtiers.region.handshake import process_name
 from kvtiers.region.memfd import HugePages
 
 __all__ = ["pool"]
 
+_UNKNOWN = "none that the keeper knows; beside the keeper itself, 'lsof | grep memfd:kvtiers-pool' shows who has it"
 _SOCKET = "/run/kvtiers/pool.sock"
 _at = click.option(
     "--socket", "path", default=_SOCKET, show_default=True, metavar="PATH", help="The keeper's Unix socket."
@@ -26,7 +29,8 @@ _at = click.option(
     epilog="""\b
 Examples:
   kvtiers pool serve --size 256GiB             as a service, before the engines start
-  kvtiers pool status                          how full it is, and which engine has it
+  kvtiers pool status                          how full it is, and which processes have it
+  kvtiers pool clear                           forget what the last engine left in it
 
 An engine uses it with 'primary: {pool: /run/kvtiers/pool.sock}' in its config."""
 )
@@ -68,12 +72,29 @@ Exit status: 0, or 2 if no keeper answers."""
 @_at
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 def status(path: str, as_json: bool) -> None:
-    """Show what the pool holds, and which engine has it."""
+    """Show what the pool holds, and which processes have it."""
     try:
         figures = pool_figures(path)
     except StartError as error:
         raise StartError(f"pool: {error}") from None
     click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(status_lines(figures)))
+
+
+@pool.command(
+    epilog="""\b
+Chunks are forgotten; their bytes stay in memory until others take their place. While an engine has the pool, or one of
+its processes has not ended, nothing is forgotten: 'kvtiers ctl clear' clears a running engine, in the pool, too.
+An engine that brings memory to a new keeper afterwards brings its chunks, too.
+Exit status: 0, or 2 if an engine has the pool, or no keeper answers."""
+)
+@_at
+def clear(path: str) -> None:
+    """Forget all chunks in a pool that no engine has."""
+    try:
+        chunks = clear_pool(path)
+    except StartError as error:
+        raise StartError(f"pool: {error}") from None
+    click.echo(f"{chunks} chunks forgotten")
 
 
 def status_lines(figures: dict[str, Any]) -> list[str]:
@@ -86,15 +107,15 @@ def status_lines(figures: dict[str, Any]) -> list[str]:
         lines.append(f"{figures['chunks']} chunks in {rows}, of {figures['holds'].rstrip('/')}")
     if figures["checking"]:
         lines.append("its rows are being checked")
-    elif not figures["engine"]:
+    elif not figures["lent"]:
         lines.append("no engine has it")
     elif figures["engine_connected"]:
-        lines.append(f"process {figures['engine']} has it")
+        lines.append(f"{process_name(figures['engine'])} has it")
+        lines += _others(figures["processes"])
     else:
-        lines.append(
-            f"process {figures['engine']} had it; not all of its processes have ended yet, tier hosts and ranks"
-        )
-    lines += [f"process {pid} waits for it" for pid in figures["waiting"]]
+        lines.append(f"{process_name(figures['engine'])} had it; not all of its processes have ended yet")
+        lines += _others(figures["processes"]) or [_UNKNOWN]
+    lines += [f"{process_name(pid)} waits for it" for pid in figures["waiting"]]
     lines.append(
         f"{figures['published']} chunks published, {figures['published_late']} too late: their rows were taken again"
     )
@@ -103,3 +124,12 @@ def status_lines(figures: dict[str, Any]) -> list[str]:
         f"{figures['damaged']} damaged"
     )
     return lines
+
+
+def _others(processes: Sequence[dict[str, int]]) -> list[str]:
+    """Return lines for the processes that have the memory beside the engine's own."""
+    return [
+        f"{process_name(each['pid'])} has it, " + (f"rank {each['rank']}" if each["rank"] >= 0 else "a tier host")
+        for each in processes
+        if each["rank"] != -1
+    ]

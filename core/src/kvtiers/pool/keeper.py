@@ -18,6 +18,7 @@ the engine brings it back.
 import contextlib
 import logging
 import os
+import re
 import select
 import selectors
 import signal
@@ -38,6 +39,8 @@ from kvtiers.pool.listening import listen
 from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Rows, Shape, counting, open_again
 from kvtiers.pool.messages import (
     POOL_FORMAT,
+    Clear,
+    Cleared,
     Figures,
     Goodbye,
     Hello,
@@ -56,7 +59,7 @@ from kvtiers.pool.messages import (
     send,
 )
 from kvtiers.region.early_memory import EarlyMemory
-from kvtiers.region.handshake import peer_credentials, peer_pidfd
+from kvtiers.region.handshake import peer_credentials, peer_pidfd, process_name
 from kvtiers.region.limits import usable_processors
 from kvtiers.region.memfd import HugePages
 
@@ -77,6 +80,12 @@ def _is_readable(source: socket.socket | int) -> bool:
     waiting = select.poll()  # not select.select: a keeper may have more than 1024 descriptors
     waiting.register(source, select.POLLIN)
     return bool(waiting.poll(0))
+
+
+def _pid_of(pidfd: int) -> int:
+    """Return a process's id as it is here; 0 if it has ended, or is in a PID namespace that cannot be seen."""
+    found = re.search(r"^Pid:\s*(\d+)$", Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) if found is not None else 0
 
 
 class _Arena:
@@ -108,6 +117,11 @@ class _Peer:
         self.pidfds: dict[int, int] = {}
         self.hello: Hello | None = None
         self.told: Wait | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in what people read."""
+        return process_name(self.pid)
 
 
 class Keeper:
@@ -332,6 +346,8 @@ class Keeper:
         match message:
             case Status():
                 self._tell(peer, Figures(self.figures()))
+            case Clear():
+                self._clear(peer)
             case Hello() if peer.hello is None:
                 self._greet(peer, message, fds)
             case Goodbye() if peer.hello is not None:
@@ -397,7 +413,7 @@ class Keeper:
     def _tell_to_wait(self, peer: _Peer) -> None:
         holder = self._engine
         if holder is not None:
-            wait = Wait(f"process {holder.pid} has its memory", ends=holder.sock is None and -1 not in holder.pidfds)
+            wait = Wait(f"{holder.name} has its memory", ends=holder.sock is None and -1 not in holder.pidfds)
         else:
             wait = Wait("its rows are being checked" if self._checking else "it is not populated yet", ends=True)
         if wait != peer.told and peer.sock is not None:
@@ -424,7 +440,7 @@ class Keeper:
             closing.callback(os.close, loan)
             index = open_again(self._arena.index.fd, os.O_RDONLY)
             closing.callback(os.close, index)
-            _log.info("pool: lent to process %d, with %d chunks", peer.pid, len(self._counting()))
+            _log.info("pool: lent to %s, with %d chunks", peer.name, len(self._counting()))
             self._welcome(peer, (loan, index, self._arena.plane.fd))
 
     def _welcome(self, peer: _Peer, fds: Sequence[int]) -> None:
@@ -446,7 +462,7 @@ class Keeper:
             send(peer.sock, report, fds)
 
     def _refuse(self, peer: _Peer, reason: str) -> None:
-        _log.warning("pool: refused process %d: %s", peer.pid, reason)
+        _log.warning("pool: refused %s: %s", peer.name, reason)
         if peer.sock is not None:
             self._tell(peer, Refused(reason))
             self._hang_up(peer)
@@ -504,7 +520,7 @@ class Keeper:
         if self._is_reclaiming() and self._rows is not None and not self._rows.is_lent():
             engine, self._engine = self._engine, None
             assert engine is not None
-            _log.info("pool: process %d has ended, and all that had its memory", engine.pid)
+            _log.info("pool: %s has ended, and all that had its memory", engine.name)
             self._forget(engine)
             self._begin_check()
 
@@ -579,6 +595,28 @@ class Keeper:
         """Return the rows whose entries count."""
         return counting(self._arena.index, self._arena.plane) if self._arena is not None else []
 
+    def _clear(self, peer: _Peer) -> None:
+        """Forget all chunks, unless an engine may have them: it alone can forget its own."""
+        if self._engine is not None:
+            holders = (
+                ", ".join(process_name(each["pid"]) for each in self._processes()) or "a process that is not watched"
+            )
+            self._refuse(peer, f"an engine has its memory ({holders}); end it, or clear it there ('kvtiers ctl clear')")
+            return
+        if self._rows is None:  # an engine may be about to bring it
+            self._refuse(peer, "it has no memory yet; ask again in a moment")
+            return
+        chunks = len(self._counting())
+        if self._arena is not None:
+            self._arena.index.clear()
+        _log.info("pool: %s has had %d chunks forgotten", peer.name, chunks)
+        self._tell(peer, Cleared(chunks))
+
+    def _processes(self) -> list[dict[str, int]]:
+        """Return the processes that are watched until they end: the engine's own is rank -1, tier hosts are below."""
+        watched = self._engine.pidfds if self._engine is not None else {}
+        return [{"pid": _pid_of(pidfd), "rank": rank} for rank, pidfd in sorted(watched.items())]
+
     def figures(self) -> dict[str, Any]:
         """Return what ``kvtiers pool status`` shows."""
         arena, engine = self._arena, self._engine
@@ -590,9 +628,11 @@ class Keeper:
             "row_bytes": arena.shape.row_stride if arena is not None else 0,
             "chunks": len(self._counting()),
             "holds": arena.shape.prefix if arena is not None else "",
+            "lent": engine is not None,
             "engine": engine.pid if engine is not None else 0,
             "engine_connected": engine is not None and engine.sock is not None,
             "watched": len(engine.pidfds) if engine is not None else 0,
+            "processes": self._processes(),
             "waiting": [peer.pid for peer in self._waiting],
             **self.counts,
             **{f"{name}_seconds": round(seconds, 3) for name, seconds in self.seconds.items()},

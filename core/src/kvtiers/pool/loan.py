@@ -22,12 +22,15 @@ from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Shape, residents
 from kvtiers.pool.messages import (
     POOL_FORMAT,
+    Clear,
+    Cleared,
     Figures,
     Goodbye,
     Hello,
     Publish,
     Refused,
     Rename,
+    Report,
     Request,
     Status,
     Unwatch,
@@ -41,7 +44,7 @@ from kvtiers.pool.messages import (
 from kvtiers.region.handshake import peer_credentials
 from kvtiers.region.memfd import detach_in_children
 
-__all__ = ["PoolLoan", "is_served", "pool_figures"]
+__all__ = ["PoolLoan", "clear_pool", "is_served", "pool_figures"]
 
 _log = logging.getLogger("kvtiers.pool")
 _LOOK_SECONDS = 0.25
@@ -84,17 +87,29 @@ def is_served(path: str) -> bool:
 
 def pool_figures(path: str, timeout: float = _SEND_SECONDS) -> dict[str, Any]:
     """Return the keeper's figures; StartError, in one line, if there is none, or one of another format."""
+    report = _ask(path, Status(), timeout)
+    if isinstance(report, Figures):
+        return report.figures
+    raise StartError(f"the keeper at {path} gives no figures: {report}")
+
+
+def clear_pool(path: str, timeout: float = _SEND_SECONDS) -> int:
+    """Have the keeper forget all chunks; return how many. StartError, in one line, while an engine has them."""
+    report = _ask(path, Clear(), timeout)
+    if isinstance(report, Cleared):
+        return report.chunks
+    raise StartError(report.reason if isinstance(report, Refused) else f"the keeper at {path} answers: {report}")
+
+
+def _ask(path: str, request: Request, timeout: float) -> Report:
     with contextlib.closing(_connect(path, timeout)) as sock:
         try:
-            send(sock, Status())
-            report = decode_report(receive(sock)[0])
+            send(sock, request)
+            return decode_report(receive(sock)[0])
         except TimeoutError:
             raise StartError(f"the keeper at {path} does not answer within {timeout:g} s; is it stopped?") from None
         except (OSError, ValueError) as error:
             raise StartError(f"the keeper at {path} gives no answer that can be read: {error}") from None
-    if isinstance(report, Figures):
-        return report.figures
-    raise StartError(f"the keeper at {path} gives no figures: {report}")
 
 
 def _welcome(sock: socket.socket, deadline: float, in_use_seconds: float) -> tuple[Welcome, list[int]]:

@@ -156,8 +156,12 @@ class Index(_Words):
 
     def rename(self, shape: Shape) -> None:
         """Forget all entries: chunks of other names follow."""
-        self.editions[:] = 0
+        self.clear()
         self._view[: _HEAD.size] = shape.head()
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self.editions[:] = 0
 
     def void(self, row: int) -> None:
         """Let this row's entry count no longer."""

@@ -14,6 +14,8 @@
     GOODBYE  it has unmapped the memory          ->  its process is not waited for
     STATUS                                       ->
                                                  <-  FIGURES
+    CLEAR                                        ->  forgets all chunks, or says REFUSED while an engine has them
+                                                 <-  CLEARED
 
 A HELLO may bring back the descriptors of the memory, for a keeper that has none: another one was killed or replaced.
 Nothing is acknowledged: what was published stands in the index, and an engine whose keeper was another one for a while
@@ -30,6 +32,8 @@ from kvtiers._process import receive_fds
 
 __all__ = [
     "POOL_FORMAT",
+    "Clear",
+    "Cleared",
     "Figures",
     "Goodbye",
     "Hello",
@@ -51,7 +55,7 @@ __all__ = [
 ]
 
 POOL_FORMAT = 1
-"""Of the messages and the memory. A keeper serves one; HELLO's and STATUS's first field, and REFUSED, are in each."""
+"""Of the messages and the memory. A keeper serves one; REFUSED and each request's ``format`` stay as they are."""
 LONGEST_MESSAGE = 1 << 17
 _MOST_FDS = 253  # the kernel's limit of a message
 
@@ -109,7 +113,13 @@ class Status(_Message, tag="status"):
     format: int = POOL_FORMAT
 
 
-Request: TypeAlias = Hello | Watch | Unwatch | Publish | Rename | Goodbye | Status
+class Clear(_Message, tag="clear"):
+    """Somebody wants all chunks forgotten."""
+
+    format: int = POOL_FORMAT
+
+
+Request: TypeAlias = Hello | Watch | Unwatch | Publish | Rename | Goodbye | Status | Clear
 
 
 class Welcome(_Message, tag="welcome"):
@@ -139,7 +149,13 @@ class Figures(_Message, tag="figures"):
     figures: dict[str, Any]
 
 
-Report: TypeAlias = Welcome | Wait | Refused | Figures
+class Cleared(_Message, tag="cleared"):
+    """So many chunks were forgotten."""
+
+    chunks: int
+
+
+Report: TypeAlias = Welcome | Wait | Refused | Figures | Cleared
 _encode = msgspec.msgpack.Encoder().encode
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

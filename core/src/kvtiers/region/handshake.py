@@ -26,7 +26,9 @@ from enum import IntEnum
 from kvtiers.api import StartError
 from kvtiers.region.memfd import require_linux
 
-__all__ = ["FORMAT", "Kind", "connect", "listen", "peer_credentials", "peer_pidfd", "plain_id", "socket_name"]
+__all__ = [
+    "FORMAT", "Kind", "connect", "listen", "peer_credentials", "peer_pidfd", "plain_id", "process_name", "socket_name",
+]  # fmt: skip
 
 FORMAT = 2
 """Of the messages and the pages; a rank of another one is refused. HELLO's "format" and REFUSED are in each of them."""
@@ -99,6 +101,11 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     """Return (pid, uid) of the process at the other end, from the kernel; pid 0 if it is not visible here."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
+
+
+def process_name(pid: int) -> str:
+    """Return what a process is called in what people read; 0: its id is not visible here."""
+    return f"process {pid}" if pid else "a process of another PID namespace"
 
 
 def peer_pidfd(sock: socket.socket) -> int | None:

@@ -18,6 +18,7 @@ from kvtiers.config import OffloadConfig
 from kvtiers.layout.cache_layout import VALUE_ALIGN
 from kvtiers.plugins import load_tier
 from kvtiers.pool.loan import pool_figures
+from kvtiers.region.handshake import process_name
 from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem, read_text
 from kvtiers.region.memfd import HUGE_PAGE_BYTES
 from kvtiers.tracing.span_writer import otlp_exporter
@@ -87,11 +88,11 @@ def _pool(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
         text = f"pool: {text or fix}: the engine has {own} of its own, and a restart is cold"
         yield Finding("warning", text, fix if text else "")
         return
-    holder = f"process {figures['engine']} has it" if figures["engine"] else "no engine has it"
+    holder = f"{process_name(figures['engine'])} has it" if figures["lent"] else "no engine has it"
     yield Finding("ok", f"pool: {format_size(figures['bytes'])} at {path}, {figures['chunks']} chunks; {holder}")
     if config.primary.numa_node is not None:
         yield Finding("warning", "numa_node does nothing with a pool", "start the keeper on that node")
-    if not figures["engine"] and (problem := memory_problem(config.primary.capacity, machine.root)):
+    if not figures["lent"] and (problem := memory_problem(config.primary.capacity, machine.root)):
         text, _, fix = problem.partition("; ")
         yield Finding("warning", f"without the pool the engine does not start: {text}", fix)
 
@@ -173,7 +174,7 @@ def _memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     capacity = config.primary.capacity
     if config.primary.pool is not None and machine.is_linux:
         with contextlib.suppress(StartError):
-            if not pool_figures(config.primary.pool)["engine"]:
+            if not pool_figures(config.primary.pool)["lent"]:
                 return  # the pool has it already
     if not machine.is_linux:
         total = machine.total_memory()
