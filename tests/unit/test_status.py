@@ -697,6 +697,25 @@ def test_the_primary_has_a_row(serve):
     assert lines[2].split("  ")[1:] == ["primary", "37 of 1,000 rows free", "1,234 chunks"]
 
 
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [
+        (0, []),
+        (1, ["  pool: this engine has its memory, and the next one finds what is in it"]),
+        (
+            2,
+            ["  pool: this engine has its memory, but no keeper takes what is new: the next engine does not find that"],
+        ),
+        (
+            3,
+            ["  pool: not to be had: the memory is this engine's own, and ends with it ('kvtiers check' says why)"],
+        ),
+    ],
+)
+def test_whether_an_engine_has_its_pool_is_said_of_those_that_are_to_have_one(serve, pool, said):
+    assert [line for line in shown(serve, {}, figures={"pool": pool}) if "pool" in line] == said
+
+
 def test_one_engine_can_be_asked_for(serve):
     assert shown(serve, {})[0].startswith("vLLM 0.32.0, process")
     other = run("--engine", "1")

@@ -33,7 +33,7 @@ from kvtiers.model_identity import with_model, with_weights
 from kvtiers.plugins import SHADOW_GROUP, load_class
 from kvtiers.pool.loan import PoolLoan, is_served
 from kvtiers.primary.pooled import PooledPrimaryTier
-from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.primary.tier import CPUPrimaryTier, PoolState
 from kvtiers.recorder import Recorder
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.early_memory import EarlyMemory
@@ -250,7 +250,8 @@ def _loan(config: OffloadConfig, layout: CacheLayout) -> PoolLoan | None:
 def _primary(
     config: OffloadConfig, region: OffloadRegion, loan: PoolLoan | None, *, record_events: bool
 ) -> CPUPrimaryTier:
-    make = partial(CPUPrimaryTier, region.num_rows) if loan is None else partial(PooledPrimaryTier, loan)
+    own = PoolState.NONE if config.primary.pool is None else PoolState.ABSENT
+    make = partial(CPUPrimaryTier, region.num_rows, pool=own) if loan is None else partial(PooledPrimaryTier, loan)
     return make(
         region.row_stride,
         region.view,

@@ -39,7 +39,7 @@ __all__ = [
 
 _ASK_SECONDS = 2.0
 _LONG_PARTS = ("commands", "what_if", "stats")  # of an answer, in the order in which they are left out
-_OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "rows", "free_rows")
+_OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "rows", "free_rows", "pool")
 _ENDED = ("answers again", "works again", "takes values again", "fast enough again", "its loads succeed again")
 """How the lines begin in which the log says that a tier's trouble has ended."""
 _AS_THEY_ARE = (

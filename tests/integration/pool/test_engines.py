@@ -101,7 +101,8 @@ def test_an_engine_loads_what_the_one_before_it_stored(keeper):
         is_published(keeper)
     with running(config(keeper)) as engine:
         load(*engine)
-        assert engine[0].stats()["primary"]["rows"] == (1 << 20) // LAYOUT.row_stride
+        figures = engine[0].stats()["primary"]
+        assert (figures["rows"], figures["pool"]) == ((1 << 20) // LAYOUT.row_stride, 1)
 
 
 @pytest.mark.parametrize("io", ["thread", "process"])
@@ -144,7 +145,8 @@ def test_where_the_pool_is_not_to_be_had_the_engine_has_memory_of_its_own(keeper
         engine = stack.enter_context(running(settings))
         store(*engine)
         load(*engine)
-        assert engine[0].stats()["primary"]["rows"] == (512 << 10) // LAYOUT.row_stride
+        figures = engine[0].stats()["primary"]
+        assert (figures["rows"], figures["pool"]) == ((512 << 10) // LAYOUT.row_stride, 3)
     (line,) = [record for record in caplog.records if "this engine's primary is its own, of 512KiB" in record.message]
     assert line.levelno == logging.WARNING
 

@@ -19,6 +19,7 @@ from kvtiers.pool.keeper import Keeper
 from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import PoolLoan, clear_pool, is_served, pool_figures
 from kvtiers.pool.memory import Index, Plane, Shape, residents
+from kvtiers.primary.tier import PoolState
 from kvtiers.testing.running import descriptors_left_since, open_descriptors
 
 ROWS = 100
@@ -364,6 +365,14 @@ def test_an_engine_without_descriptors_for_a_while_is_an_engine_without_a_keeper
     keeper.stop()
 
 
+def test_an_engine_whose_talk_with_the_keeper_has_ended_does_not_say_that_it_has_its_pool(path, keeper):
+    engine = stored(path, KEYS)
+    engine.loan._queue.put(None)
+    engine.loan._thread.join(60)
+    assert engine.tier.figures()["pool"] == PoolState.ALONE
+    engine.close()
+
+
 def test_an_engine_that_never_rests_brings_its_memory_too(path):
     keeper = KeeperThread(path, SIZE)
     engine = stored(path, KEYS, look_seconds=0.2)
@@ -386,8 +395,10 @@ def test_an_engine_brings_its_memory_to_the_next_keeper_with_what_that_does_not_
     engine.store(chain(2, 20))
     assert engine.load(KEYS) == 30, "without a keeper"
     assert not engine.is_published()
+    wait_until(lambda: engine.tier.figures()["pool"] == PoolState.ALONE, "it does not say so")
     keeper = KeeperThread(path, SIZE, handover=60)
     wait_until(engine.is_published, "the memory is not brought")
+    assert engine.tier.figures()["pool"] == PoolState.HELD
     engine.store(chain(3, 20))
     wait_until(engine.is_published, "it is not published")
     engine.close()

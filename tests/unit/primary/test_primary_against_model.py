@@ -356,6 +356,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             "kept_over_share": tier._kept.over_share,
             "kept_given_up": tier._kept.given_up,
             "misuse": tier.misuse,
+            "pool": 0,
         }
 
     @invariant()

@@ -238,6 +238,7 @@ def test_stats_are_those_of_now_and_plain_data():
         "kept_over_share": 0,
         "kept_given_up": 0,
         "misuse": 0,
+        "pool": 0,
     }
     stats["engine"]["primary_hits"] = 99
     assert bench.manager.stats()["engine"]["primary_hits"] == 3

@@ -15,6 +15,11 @@ from kvtiers.metrics import SILENT_SECONDS, unread_chunks
 __all__ = ["events_sentence", "state_of", "status", "verdict", "what_if_sentence", "writes_per_hit"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
+_POOL = {
+    1: "this engine has its memory, and the next one finds what is in it",
+    2: "this engine has its memory, but no keeper takes what is new: the next engine does not find that",
+    3: "not to be had: the memory is this engine's own, and ends with it ('kvtiers check' says why)",
+}
 _FEW_LOADS = 8  # jobs; with fewer a slow tier looks like a slow start
 _WORTH = 0.05  # of what computing had taken, to be saved at least
 _FEW_ASKED = 10_000  # chunks: with fewer the shadow caches have hardly begun
@@ -64,6 +69,8 @@ def _print(answer: Mapping[str, Any]) -> None:
         click.echo(f"  orphaned: the server that started it has ended, so no request arrives; kill {answer['pid']}")
     if answer["events"]:
         click.echo(f"  KV events: {events_sentence(answer['events'])}")
+    if pool := _POOL.get(answer["figures"].get("pool", 0)):
+        click.echo(f"  pool: {pool}")
     if late := answer["figures"].get("late_loads"):
         loads = "load" if late == 1 else "loads"
         click.echo(f"  {late:,.0f} {loads} came late, computed: vLLM logs 'Recovered from KV load failure' for each")

@@ -317,6 +317,7 @@ PRIMARY_HELP: Mapping[str, str] = {
     "kept_over_share": "Hints to keep a chunk that were dropped, since no more chunks may be kept.",
     "kept_given_up": "Kept chunks that were evicted, or could be, before their time: there was nothing else to evict.",
     "misuse": "Calls of the primary that did not fit and were ignored.",
+    "pool": "The pool in the config: 0 none, 1 in use, 2 in use but nothing new is kept, 3 not had: own memory.",
     "retired_rows": "Rows that are never used, since their memory was not available when needed.",
 }
 """The help texts of the primary's figures."""

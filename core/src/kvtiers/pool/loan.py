@@ -224,6 +224,11 @@ class PoolLoan:
             undo.pop_all()
         return loan
 
+    @property
+    def has_keeper(self) -> bool:
+        """Whether a keeper takes what is published, as far as is known. Any thread."""
+        return self._sock is not None and self._thread.is_alive()
+
     # The region's.
 
     def take_rows(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from kvtiers.api import OffloadKey
 from kvtiers.pool.loan import PoolLoan
 from kvtiers.primary.residents import Allocation
-from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.primary.tier import CPUPrimaryTier, PoolState
 
 __all__ = ["PooledPrimaryTier"]
 
@@ -31,6 +31,11 @@ class PooledPrimaryTier(CPUPrimaryTier):
         """Chunks that were there at the start."""
         _log.info("pool: %d chunks from before, in %d rows", self.adopted, self.num_rows)
         self._note(list(self._row_of), removed=False)
+
+    def figures(self) -> dict[str, int]:
+        """Return the primary's figures, with whether there is a keeper now."""
+        self.pool = PoolState.HELD if self._loan.has_keeper else PoolState.ALONE
+        return super().figures()
 
     def complete_store(self, rows: Sequence[int], success: bool, *, readers: int = 0) -> list[OffloadKey]:
         """End a GPU store, and publish what became readable."""

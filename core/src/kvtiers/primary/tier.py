@@ -19,6 +19,7 @@ state does not allow is ignored and counted (``misuse``).
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import IntEnum
 from functools import partial
 from itertools import filterfalse, islice
 
@@ -30,7 +31,19 @@ from kvtiers.primary.residents import Allocation, Residents
 from kvtiers.primary.row_table import RowTable
 from kvtiers.types import OffloadEvent, RequestHints
 
-__all__ = ["Allocation", "CPUPrimaryTier"]
+__all__ = ["Allocation", "CPUPrimaryTier", "PoolState"]
+
+
+class PoolState(IntEnum):
+    """Whether the rows are those of the pool that the config names."""
+
+    NONE = 0
+    """It names none."""
+    HELD = 1
+    ALONE = 2
+    """They are, but no keeper takes what is new."""
+    ABSENT = 3
+    """It was not to be had at the start: they are the engine's own."""
 
 
 class CPUPrimaryTier:
@@ -41,7 +54,7 @@ class CPUPrimaryTier:
     are protected from eviction until they are first read, for ``protect_seconds`` at most, and on at most
     ``protected_share`` of the rows. Hints keep chunks on at most ``kept_share`` of them. ``record_events``: the caller
     takes the events, of the primary and of the tiers. ``shares``: by tenant, of the rows, which other tenants' chunks
-    never take; then ``policy`` is the name of one.
+    never take; then ``policy`` is the name of one. ``pool``: what the figures say of it.
     """
 
     def __init__(
@@ -56,12 +69,14 @@ class CPUPrimaryTier:
         kept_share: float = 0.5,
         record_events: bool = True,
         shares: Mapping[str, float] | None = None,
+        pool: PoolState = PoolState.NONE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if view.ndim != 1 or view.itemsize != 1 or len(view) < num_rows * row_stride:
             shape = f"{view.ndim}-D, {len(view)} items of {view.itemsize} bytes"
             raise ValueError(f"expected a flat view of {num_rows} rows of {row_stride} bytes, got {shape}")
         self.row_stride = row_stride
+        self.pool = pool
         self._view = view
         self._rows = RowTable(num_rows)
         self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
@@ -183,6 +198,7 @@ class CPUPrimaryTier:
             "kept_over_share": sum(hints.over_share for hints in kept),
             "kept_given_up": sum(hints.given_up for hints in kept),
             "misuse": rows.misuse,
+            "pool": int(self.pool),
         }
 
     def lookup(self, key: OffloadKey) -> LookupResult:

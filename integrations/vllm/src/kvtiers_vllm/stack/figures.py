@@ -45,7 +45,7 @@ _COUNTERS = frozenset((*_TIER_COUNTERS, *_ENGINE_COUNTERS, *(f"kvtiers_what_if_{
 _PRIMARY_GAUGES = described(
     "kvtiers_primary_", PRIMARY_HELP,
     "rows", "free_rows", "pending_rows", "pinned_rows", "quarantined_rows", "closed_rows", "retired_rows",
-    "kept_rows", "kept_over_share", "kept_given_up",
+    "kept_rows", "kept_over_share", "kept_given_up", "pool",
 )  # fmt: skip
 _OF_A_DETACHED_TIER = {"kvtiers_tier_open": math.nan, "kvtiers_tier_shared": math.nan}
 """What gauges say that would tell of a trouble with 0, as all others say; vLLM keeps each series to its own end."""
