@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from kvtiers import _log_queue
+from kvtiers.api.units import parse_size
+from kvtiers.cli.pool import pool as pool_command
 from kvtiers.config import load_config
 from kvtiers.secondary import store_tier
 from kvtiers_vllm.cli import transfer_config
@@ -16,7 +18,7 @@ from kvtiers_vllm.own_tiering.options import TierSettings
 from .test_deployment_examples import longest_end
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "kubernetes"
-OWN_TIERING, WHOLE_STACK = "vllm.yaml", "vllm-whole-stack.yaml"
+OWN_TIERING, WHOLE_STACK, POOL = "vllm.yaml", "vllm-whole-stack.yaml", "pool.yaml"
 GIB = 1 << 30
 
 
@@ -120,3 +122,41 @@ def test_nothing_outlives_the_server_since_it_is_the_first_process_of_its_contai
 def test_every_mount_has_its_volume(pod):
     mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.fixture(scope="module")
+def keeper():
+    (daemons,) = yaml.safe_load_all((EXAMPLES / POOL).read_text())
+    return daemons["spec"]["template"]["spec"]
+
+
+def test_the_keepers_command_is_one_and_its_pod_has_room_for_the_pool(keeper):
+    (container,) = keeper["containers"]
+    _, group, name, *words = container["command"]
+    assert group == "pool"
+    given = pool_command.commands[name].make_context(name, words).params
+    resources = container["resources"]
+    assert gib(resources["limits"]["memory"]) == gib(resources["requests"]["memory"])
+    assert gib(resources["limits"]["memory"]) >= parse_size(given["size"]) + 0.3 * GIB
+    _, group, name, *words = container["readinessProbe"]["exec"]["command"]
+    assert pool_command.commands[name].make_context(name, words).params["path"] == given["path"]
+
+
+def test_the_socket_is_where_an_engine_with_the_comments_lines_finds_it(keeper):
+    text = (EXAMPLES / POOL).read_text()
+    mount, volume = (yaml.safe_load(line)[0] for line in re.findall(r"^#   (- {name: pool, .*)$", text, re.MULTILINE))
+    (there,) = keeper["containers"][0]["volumeMounts"]
+    assert mount == there
+    (kept,) = keeper["volumes"]
+    assert volume["hostPath"]["path"] == kept["hostPath"]["path"]
+    assert volume["hostPath"]["type"] == "DirectoryOrCreate", "an engine starts also where no keeper has run yet"
+    path = re.search(r"'pool: (\S+)' below 'primary'", text)[1]
+    assert Path(path).parent == Path(mount["mountPath"])
+    assert path in keeper["containers"][0]["command"]
+
+
+def test_the_keeper_has_the_engines_image_and_user(keeper, objects):
+    engine = objects["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    assert keeper["containers"][0]["image"] == engine["image"]
+    assert keeper["containers"][0]["securityContext"]["runAsUser"] == 0
+    assert "runAsUser" not in engine.get("securityContext", {}), "the image's, which is root"
