@@ -1,6 +1,7 @@
 """Engines and keepers for tests of a pool: all that an engine finds is compared with what belongs to its key."""
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import os
@@ -14,10 +15,12 @@ import threading
 import time
 from pathlib import Path
 
+from kvtiers._process import receive_fds
 from kvtiers.api import make_offload_key
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.pool import keeper as keeper_module
+from kvtiers.pool.descriptor_store import DescriptorStore
 from kvtiers.pool.keeper import Keeper
 from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import PoolLoan, pool_figures
@@ -130,13 +133,112 @@ class PoolEngine:
         self.loan.close()
 
 
-class KeeperThread:
-    """A keeper in this process."""
+class ServiceManager:
+    """What systemd does with a service's descriptors: it keeps those that it is sent, by name, and passes them on."""
 
-    def __init__(self, path, size, handover=0.0):
+    def __init__(self, path):
+        self.address = str(path)
+        self.ready = 0
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.bind(self.address)
+        self._sock.setblocking(False)
+        self._kept = []
+        self._lock = threading.Lock()
+        self._stopped, self._stop = socket.socketpair()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while self._stopped not in select.select([self._sock, self._stopped], [], [])[0]:
+            self.kept()
+
+    def kept(self):
+        """The descriptors by name, after all that was sent; they stay the manager's."""
+        with self._lock:
+            while True:
+                try:
+                    message, fds = receive_fds(self._sock, 4096, 8)
+                except BlockingIOError:
+                    return list(self._kept)
+                self._do(dict(line.split("=", 1) for line in message.decode().splitlines()), fds)
+
+    def _do(self, message, fds):
+        self.ready += "READY" in message
+        if "FDSTORE" in message:
+            self._kept[:0] = [(message["FDNAME"], fd) for fd in fds]  # the newest first, as systemd passes them
+        elif "FDSTOREREMOVE" in message:
+            self._remove(message["FDNAME"])
+        elif "BARRIER" in message:
+            os.close(*fds)
+
+    def _remove(self, name):
+        for each in [each for each in self._kept if each[0] == name]:
+            self._kept.remove(each)
+            os.close(each[1])
+
+    def remove(self, name):
+        """Let a descriptor go, as a process's that has ended."""
+        self.kept()
+        with self._lock:
+            self._remove(name)
+
+    def keep_again(self, name):
+        """Have two of a name, as after a removal that was not taken."""
+        self._kept.append((name, os.dup(dict(self.kept())[name])))
+
+    def names(self):
+        return sorted(name for name, _ in self.kept())
+
+    def store(self):
+        """The store of the next process, where that is this one."""
+        return DescriptorStore(self.address, [(name, os.dup(fd)) for name, fd in self.kept()])
+
+    def start(self, *words):
+        """Start the command in a process of its own, as its service."""
+        kept = self.kept()
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for _, fd in kept]
+        names = ":".join(name for name, _ in kept)
+        environment = {"NOTIFY_SOCKET": self.address, "LISTEN_FDS": str(len(high)), "LISTEN_FDNAMES": names}
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SERVICE, ",".join(map(str, high)), *map(str, words)],
+            env={**os.environ, **environment},
+            pass_fds=high,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for fd in high:
+            os.close(fd)
+        return process
+
+    def close(self):
+        self._stop.close()
+        self._thread.join(PATIENCE)
+        for _, fd in self.kept():
+            os.close(fd)
+        self._sock.close()
+        self._stopped.close()
+        Path(self.address).unlink()
+
+
+_SERVICE = """
+import os, sys
+for number, fd in enumerate(filter(None, sys.argv.pop(1).split(","))):
+    os.dup2(int(fd), 3 + number)
+    os.close(int(fd))
+os.environ["LISTEN_PID"] = str(os.getpid())
+from kvtiers.cli.main import main
+main()
+"""
+
+
+class KeeperThread:
+    """A keeper in this process. ``manager``: a ``ServiceManager``."""
+
+    def __init__(self, path, size, handover=0.0, manager=None):
         self.path = path
         self._listener = listen(path)
-        self.keeper = Keeper(self._listener, size, handover=handover)
+        store = manager.store() if manager is not None else None
+        self.keeper = Keeper(self._listener, size, handover=handover, store=store)
         self._thread = threading.Thread(target=self.keeper.serve)
         self._thread.start()
 
@@ -161,11 +263,15 @@ class Forks:
             command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), bug]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
-    def start(self, *words):
-        """Fork what ``main`` does with these words."""
+    def start(self, *words, manager=None):
+        """Fork what ``main`` does with these words; a keeper as the service of this manager."""
         ours, theirs = socket.socketpair()
+        kept = manager.kept() if manager is not None else []
+        if manager is not None:
+            words = (*words, manager.address, ":".join(name for name, _ in kept))
         with theirs:
-            socket.send_fds(self._requests, [" ".join(map(str, words)).encode()], [theirs.fileno()])
+            fds = [theirs.fileno(), *(fd for _, fd in kept)]
+            socket.send_fds(self._requests, [" ".join(map(str, words)).encode()], fds)
         self._forks.append(Fork(int(self._requests.recv(100)), ours))
         return self._forks[-1]
 
@@ -226,7 +332,7 @@ class Fork:
         return told
 
 
-def _keep(sock, path, size, handover, kill_at):
+def _keep(sock, kept, path, size, handover, kill_at, manager="", names=""):
     """Be a keeper, which is killed before the so many-th line of the pool's code that it executes (0: never)."""
     left = int(kill_at)
 
@@ -242,14 +348,15 @@ def _keep(sock, path, size, handover, kill_at):
         return line if "/kvtiers/pool/" in frame.f_code.co_filename else None
 
     listener = listen(Path(path))
-    keeper = Keeper(listener, int(size), handover=float(handover))
+    store = DescriptorStore(manager, zip(names.split(":"), kept, strict=False))
+    keeper = Keeper(listener, int(size), handover=float(handover), store=store)
     if left:
         sys.settrace(call)
     sock.sendall(b".")
     keeper.serve()
 
 
-def _live(sock, path, policy, seed):
+def _live(sock, _, path, policy, seed):
     """Be an engine until killed; at a byte from the test, publish all there is, answer, and go on at another one."""
     engine, chance = PoolEngine(path, policy=policy), random.Random(seed)
     engine.check()
@@ -291,19 +398,20 @@ def main():
     requests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for _ in itertools.count():
-        data, fds, _, _ = socket.recv_fds(requests, 4096, 1)
+        data, fds, _, _ = socket.recv_fds(requests, 4096, 20)
         if not data:
             return
         pid = os.fork()
         if pid:
-            os.close(fds[0])
+            for fd in fds:
+                os.close(fd)
             requests.send(b"%d" % pid)
             continue
         requests.close()
         sock = socket.socket(fileno=fds[0])
         what, *rest = data.decode().split()
         try:
-            {"keep": _keep, "live": _live}[what](sock, *rest)
+            {"keep": _keep, "live": _live}[what](sock, fds[1:], *rest)
         except BaseException:
             with contextlib.suppress(OSError):
                 sock.sendall(b"!")

@@ -5,7 +5,7 @@ import os
 import random
 
 import pytest
-from tests.pool_rig import LAYOUT, Forks, PoolEngine, chain, pool_figures, wait_until
+from tests.pool_rig import LAYOUT, Forks, PoolEngine, ServiceManager, chain, pool_figures, wait_until
 
 from kvtiers.api import StartError
 
@@ -88,6 +88,43 @@ def _kill_by_line(forks, path, numbers):
     raise AssertionError("the keeper executes lines without an end")
 
 
+def test_a_service_killed_before_any_line_loses_nothing_with_its_engine_dead_too(forks, tmp_path):
+    for number in range(1, 1_000_000, EVERY_LINE):
+        with contextlib.closing(ServiceManager(tmp_path / "notify")) as manager:
+            if not _kill_service(forks, tmp_path / "pool.sock", number, manager):
+                break
+    assert number > 400, "the keeper has executed fewer lines than it has"
+
+
+def _kill_service(forks, path, number, manager):
+    """Kill a keeper that takes memory back before this line, and the engine, too; return whether it came so far."""
+
+    def start(kill_at):
+        keeper = forks.start("keep", path, 80 * LAYOUT.row_stride, 0.0, kill_at, manager=manager)
+        keeper.wait_for(1)
+        return keeper
+
+    keeper, engine = start(0), PoolEngine(path)
+    _live(engine, keeper)
+    sealed = _leave(engine, manager)
+    keeper.kill()
+    keeper = start(number)
+    engine = _engine_of(path, keeper)
+    if engine is not None:
+        _live(engine, keeper)
+        sealed = _leave(engine, manager)
+        wait_until(lambda: keeper.has_ended or _is_idle(path), "it is not taken back")
+    killed = keeper.has_ended
+    keeper.kill()
+    manager.remove("kvtiers-process--1")
+    keeper, engine = start(0), PoolEngine(path)
+    assert sealed <= engine.tier._row_of.items()
+    engine.check()
+    engine.close()
+    keeper.kill()
+    return killed
+
+
 def test_the_random_kills_find_an_engine_that_does_not_say_that_it_writes(tmp_path):
     forks = Forks("rows are leased without a word")
     with pytest.raises(AssertionError, match=r"an entry counted for bytes that changed|wrong bytes"):
@@ -108,6 +145,22 @@ def _engine_of(path, keeper):
         with contextlib.suppress(StartError):
             return PoolEngine(path)
     return None
+
+
+def _leave(engine, manager):
+    """End an engine, and its process, as it were; return its chunks that the index has, with their rows."""
+    has, now = engine.loan._index.editions, engine.loan._plane.editions
+    sealed = {key: row for key, row in engine.tier._row_of.items() if has[row] == now[row]}
+    engine.close()
+    manager.remove("kvtiers-process--1")
+    return sealed.items()
+
+
+def _is_idle(path):
+    with contextlib.suppress(StartError):
+        figures = pool_figures(str(path))
+        return not figures["lent"] and not figures["checking"]
+    return False
 
 
 def _live(engine, keeper):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.pool_rig import LAYOUT, PoolEngine, chain, wait_until
+from tests.pool_rig import LAYOUT, PoolEngine, ServiceManager, chain, wait_until
 
 from kvtiers.api import StartError
 from kvtiers.cli.main import cli
@@ -22,13 +22,23 @@ from kvtiers.pool.loan import is_served
 
 
 @pytest.fixture
+def manager(tmp_path):
+    running = ServiceManager(tmp_path / "notify")
+    yield running
+    running.close()
+
+
+@pytest.fixture
 def serving(tmp_path):
-    """Start a keeper of one MiB, or another size, at the given path; all end with the test."""
+    """Start a keeper of one MiB, or another size, at the given path, or as a service; all end with the test."""
     running = []
 
-    def start(path, size="1MiB"):
-        command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "pool", "serve", "--size", size]
-        running.append(subprocess.Popen([*command, "--socket", str(path)], stderr=subprocess.PIPE, text=True))
+    def start(path, size="1MiB", manager=None):
+        words = ["pool", "serve", "--size", size, "--socket", str(path)]
+        command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", *words]
+        running.append(
+            subprocess.Popen(command, stderr=subprocess.PIPE, text=True) if manager is None else manager.start(*words)
+        )
         return running[-1]
 
     yield start
@@ -62,6 +72,30 @@ def test_a_keeper_serves_until_sigterm_and_leaves_nothing(serving, tmp_path):
     keeper.send_signal(signal.SIGTERM)
     assert keeper.wait(60) == 0
     assert not list(Path(tmp_path).iterdir())
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+def test_a_service_that_is_restarted_without_an_engine_loses_nothing(serving, manager, tmp_path, by):
+    path = tmp_path / "pool.sock"
+    keeper = serving(path, manager=manager)
+    wait_until(lambda: is_served(str(path)), "it does not serve")
+    engine = PoolEngine(path)
+    engine.store(chain(1, 100))
+    wait_until(engine.is_published, "it is not published")
+    rows = dict(engine.tier._row_of)
+    engine.close()
+    for times in (2, 3):
+        wait_until(lambda: "no engine has it" in run("status", "--socket", path).output, "it is not taken back")
+        keeper.send_signal(by)
+        keeper.wait(60)
+        keeper = serving(path, manager=manager)
+        wait_until(lambda: is_served(str(path)), "it does not serve")
+        engine = PoolEngine(path)
+        assert engine.tier._row_of == rows
+        assert engine.check() == 100
+        engine.close()
+        assert manager.kept()
+        assert manager.ready == times
 
 
 def test_a_second_keeper_at_the_same_place_is_refused_in_a_line(serving, tmp_path):

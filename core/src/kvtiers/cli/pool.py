@@ -40,8 +40,9 @@ def pool() -> None:
 
 @pool.command(
     epilog="""\b
-The memory is populated at the start, and ends with this command; an engine that has it then keeps it, and
-brings it to the next keeper at this socket, which has the same size from then on, whatever its --size.
+The memory is populated at the start, and ends with this command, unless systemd has it (FileDescriptorStoreMax=
+in the unit) until the next start; an engine that has it then keeps it, and brings it to the next keeper at this
+socket, which has the same size from then on, whatever its --size.
 Exit status: 0 after SIGTERM or Ctrl-C, 2 if the memory or the socket cannot be had."""
 )
 @click.option("--size", required=True, metavar="SIZE", help="Memory for chunks, as 256GiB.")

@@ -7,12 +7,14 @@
     reclaiming  its engine's connection has ended; processes that had the memory have not yet
     checking    all of them have; each row that an entry counts for is hashed again
 
+A keeper whose memory was kept by the service manager begins with reclaiming: whoever had it may have it still.
+
 Who had the memory is told by the kernel: each loan is a descriptor of its own of the rows, with a lock on it that is
 there as long as any process has it open or mapped, ranks and tier hosts alike. A GPU's copies may go on a little
 longer, until the last descriptor of a dead rank is closed: so ranks, and the engine, are also watched by pidfd.
 
 One thread does everything but hashing. Killed in whatever instruction, it leaves memory that the next keeper can use:
-the engine brings it back.
+the engine brings it back, or the service manager has kept it (``kept.py``).
 """
 
 import contextlib
@@ -35,6 +37,8 @@ from kvtiers.api.units import format_size
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.seal import PayloadHash
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.pool.descriptor_store import DescriptorStore, descriptor_store
+from kvtiers.pool.kept import Kept, KeptMemory
 from kvtiers.pool.listening import listen
 from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Rows, Shape, counting, open_again
 from kvtiers.pool.messages import (
@@ -61,7 +65,7 @@ from kvtiers.pool.messages import (
 from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.region.handshake import peer_credentials, peer_pidfd, process_name
 from kvtiers.region.limits import usable_processors
-from kvtiers.region.memfd import HugePages
+from kvtiers.region.memfd import HUGE_PAGE_BYTES, HugePages
 
 __all__ = ["Keeper", "serve"]
 
@@ -88,6 +92,12 @@ def _pid_of(pidfd: int) -> int:
     return int(found[1]) if found is not None else 0
 
 
+def _are_of_one_process(*pidfds: int) -> bool:
+    """Return whether these are; False where that cannot be seen from here."""
+    pids = set(map(_pid_of, pidfds))
+    return len(pids) == 1 and 0 not in pids
+
+
 class _Arena:
     """What the rows hold at present: the layout of one model's chunks, index and plane."""
 
@@ -103,17 +113,25 @@ class _Arena:
         group = group_of(key) if 4 < len(key) <= LONGEST_KEY else len(self.layout.groups)
         return self.layout.payload_bytes(group) if group < len(self.layout.groups) else 0
 
+    def has(self, index: int, plane: int) -> bool:
+        """Return whether these are descriptors of its index and its plane."""
+        return os.path.sameopenfile(self.index.fd, index) and os.path.sameopenfile(self.plane.fd, plane)
+
     def close(self) -> None:
         self.index.close()
         self.plane.close()
 
 
 class _Peer:
-    """A connected process. ``pidfds``: by rank, -1 for the process itself; ``hello``: that of an engine."""
+    """A connected process. ``pidfds``: by rank, -1 for the process itself; ``hello``: that of an engine.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock: socket.socket | None = sock
-        self.pid, self.uid = peer_credentials(sock)
+    Without a socket: whoever had the memory of the keeper before this one.
+    """
+
+    def __init__(self, sock: socket.socket | None = None) -> None:
+        self.sock = sock
+        self._had_another_keeper = sock is None
+        self.pid, self.uid = peer_credentials(sock) if sock is not None else (0, os.geteuid())
         self.pidfds: dict[int, int] = {}
         self.hello: Hello | None = None
         self.told: Wait | None = None
@@ -121,13 +139,14 @@ class _Peer:
     @property
     def name(self) -> str:
         """What it is called in what people read."""
-        return process_name(self.pid)
+        return process_name(self.pid) if self.pid or not self._had_another_keeper else "the engine of another keeper"
 
 
 class Keeper:
     """Serves one pool until ``stop``. ``size``: bytes for rows, made and populated unless an engine brings some.
 
     ``handover``: how many seconds an engine that has the memory of the keeper before this one has to bring it.
+    ``store``: has the memory of a keeper before this one, and is given this one's.
     """
 
     def __init__(
@@ -137,13 +156,17 @@ class Keeper:
         *,
         huge_pages: HugePages = "off",
         handover: float = HANDOVER_SECONDS,
+        store: DescriptorStore | None = None,
     ) -> None:
         self._listener = listener
+        self._kept = KeptMemory(store or DescriptorStore())
         self._handover = handover
         self._size = size
         self._huge_pages: HugePages = huge_pages
         self._early: EarlyMemory | None = None
         self._rows: Rows | None = None
+        self._is_fresh = False
+        """The rows were made by this keeper, and lent to nobody."""
         self._arena: _Arena | None = None
         self._engine: _Peer | None = None
         self._checking: list[Future[list[int]]] = []
@@ -175,8 +198,9 @@ class Keeper:
         """Serve until ``stop``; StartError if there is no memory for the pool."""
         self._watch(self._wake_reader, self._woken)
         self._watch(self._listener, self._accept)
-        memory_from = time.monotonic() + self._handover
         try:
+            self._take_back()
+            memory_from = time.monotonic() + self._handover
             while not self._stopping:
                 due = [_LOOK_SECONDS] if self._is_reclaiming() else []
                 if self._rows is None and self._early is None:
@@ -243,31 +267,68 @@ class Keeper:
         assert self._early is not None
         fd, _ = self._early.take()
         self._rows = Rows(fd, self._early.nbytes, self._huge_pages)
+        self._is_fresh = True
+        self._kept.keep_rows(fd)
+
+    def _take_back(self) -> None:
+        """Take the memory that the service manager has kept; let it go, in one line, where it cannot be used."""
+        try:
+            kept = self._kept.found()
+            if kept is not None:
+                self._use(kept)
+                self._kept.close()
+                return
+        except _UNUSABLE as error:
+            _log.warning("pool: the memory that the service manager has kept is let go: %s", error)
+            for peer in list(self._peers):
+                self._forget(peer)
+            self._drop_memory()
+        self._kept.let_go()
+
+    def _use(self, kept: Kept) -> None:
+        """Take memory that was kept. Whoever had it may have it still."""
+        nbytes, page = os.fstat(kept.rows).st_size, HUGE_PAGE_BYTES[self._huge_pages]
+        has, wanted = (nbytes, os.fstatvfs(kept.rows).f_bsize), (-(-self._size // page) * page, page)
+        if has != wanted:
+            sizes = (f"{format_size(size)} in pages of {format_size(of)}" for size, of in (has, wanted))
+            raise StartError("it has {}, and {} are asked for".format(*sizes))
+        self._rows = Rows(open_again(kept.rows, os.O_RDWR), nbytes, self._huge_pages)
+        if kept.arena is not None:
+            layout = CacheLayout.from_json(kept.arena.hello.layout)
+            shape = Shape(nbytes // layout.row_stride, layout.row_stride, kept.arena.hello.prefix)
+            self._open_arena(shape, layout, kept.arena.index_fd, kept.arena.plane_fd)
+        before = _Peer()
+        self._peers.add(before)
+        for rank, pidfd in kept.processes.items():
+            self._watch_process(before, rank, os.dup(pidfd))
+        before.pid = _pid_of(before.pidfds[-1]) if -1 in before.pidfds else 0
+        self._engine = before
+        _log.info("pool: took back %s from the service manager", format_size(nbytes))
 
     def _adopt(self, shape: Shape, layout: CacheLayout, fds: Sequence[int]) -> str:
         """Take over what an engine brings back of another keeper; return why not, "" if it is done."""
         if len(fds) != 3:
             return "it brings no memory"
-        if self._rows is not None or self._early is not None:
-            if self._rows is not None and self._engine is not None and os.path.sameopenfile(self._rows.fd, fds[0]):
-                self._hear_out(self._engine)
-                self._rename(shape.prefix)
-                return ""
-            if self._engine is not None or self.counts["engines"]:
-                return _OTHER_MEMORY
-            self._drop_memory()  # made a moment ago, and lent to nobody: that of an engine is worth more
         rows, index, plane = fds
+        if self._rows is not None and self._engine is not None and os.path.sameopenfile(self._rows.fd, rows):
+            self._hear_out(self._engine)
+            if self._arena is None or not self._arena.has(index, plane):  # what was kept is not what the engine has
+                self._open_arena(shape, layout, index, plane)
+                self._keep_arena()
+            self._rename(shape.prefix)
+            return ""
+        if self._rows is not None and not self._is_fresh:
+            return _OTHER_MEMORY
+        self._drop_memory()  # made a moment ago: that of an engine is worth more
+        nbytes = os.fstat(rows).st_size
         with contextlib.ExitStack() as undo:
-            found = Index(open_again(index, os.O_RDWR), shape, writable=True)
-            undo.callback(found.close)
-            uses = Plane(open_again(plane, os.O_RDWR), shape.num_rows, writable=False)
-            undo.callback(uses.close)
-            nbytes = os.fstat(rows).st_size
-            if shape.num_rows * shape.row_stride > nbytes:
-                return "its memory is smaller than its rows"
-            self._rows = Rows(open_again(rows, os.O_RDWR), nbytes)
-            self._arena = _Arena(shape, layout, found, uses)
+            taken = Rows(open_again(rows, os.O_RDWR), nbytes)
+            undo.callback(taken.close)
+            self._open_arena(shape, layout, index, plane)
             undo.pop_all()
+        self._rows = taken
+        self._keep_arena()
+        self._kept.keep_rows(taken.fd)
         _log.info("pool: took over %s that the engine brought back", format_size(nbytes))
         if nbytes < self._size:
             _log.warning("pool: for the %s of --size, restart it while no engine runs", format_size(self._size))
@@ -280,11 +341,16 @@ class Keeper:
         self._hang_up(peer)
 
     def _drop_memory(self) -> None:
+        self._kept.drop_rows()
+        self._is_fresh = False
         if self._early is not None:
             if self._rows is None and self._early.prefault is not None:
                 self._selector.unregister(self._early.prefault.fileno())
             self._early.close()
             self._early = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
         if self._rows is not None:
             self._rows.close()
             self._rows = None
@@ -294,8 +360,10 @@ class Keeper:
         assert arena is not None
         if prefix != arena.shape.prefix:
             shape = arena.shape._replace(prefix=prefix)
+            self._kept.drop_arena()
             arena.index.rename(shape)
             self._arena = _Arena(shape, arena.layout, arena.index, arena.plane)
+            self._kept.name_arena(prefix, arena.layout)
 
     def _set_arena(self, shape: Shape, layout: CacheLayout) -> None:
         if not shape.num_rows:
@@ -304,9 +372,27 @@ class Keeper:
             return
         if self._arena is not None:
             _log.info("pool: %s is asked for, so %s is forgotten", shape.prefix, self._arena.shape.prefix)
+            self._kept.drop_arena()
             self._arena.close()
             self._arena = None
         self._arena = _Arena(shape, layout, Index.create(shape), Plane.create(shape.num_rows))
+        self._keep_arena()
+
+    def _open_arena(self, shape: Shape, layout: CacheLayout, index: int, plane: int) -> None:
+        """Take an arena by its descriptors, which stay the caller's; StartError if it is of other rows."""
+        with contextlib.ExitStack() as undo:
+            found = Index(open_again(index, os.O_RDWR), shape, writable=True)
+            undo.callback(found.close)
+            uses = Plane(open_again(plane, os.O_RDWR), shape.num_rows, writable=False)
+            undo.pop_all()
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = _Arena(shape, layout, found, uses)
+
+    def _keep_arena(self) -> None:
+        arena = self._arena
+        assert arena is not None
+        self._kept.keep_arena(arena.index.fd, arena.plane.fd, arena.shape.prefix, arena.layout)
 
     # Engines come.
 
@@ -389,18 +475,25 @@ class Keeper:
         if why := self._adopt(shape, layout, fds):
             self._refuse(peer, why)
             return
-        if self._engine is None:
-            self.counts["engines"] += 1
-        else:  # the same memory, so the same engine, by another connection
-            for rank, fd in self._engine.pidfds.items():
-                self._selector.unregister(fd)
-                os.close(fd) if rank in peer.pidfds else self._watch_process(peer, rank, fd)
-            self._engine.pidfds.clear()
-            self._peers.discard(self._engine)
         for rank, pidfd in zip(hello.watched, pidfds, strict=False):
             self._watch_process(peer, rank, os.dup(pidfd))
-        self._engine = peer
+        before = self._engine
+        self._has_memory(peer)
+        if before is not None:  # the same memory, so the same engine, by another connection: it names all that have it
+            for rank in before.pidfds.keys() - peer.pidfds.keys():
+                self._kept.drop_process(rank)
+            self._forget(before)
+        if before is None or before.hello is None:
+            self.counts["engines"] += 1
         self._welcome(peer, ())
+
+    def _has_memory(self, peer: _Peer) -> None:
+        """Record that this engine has the memory, or is about to."""
+        before, self._engine = self._engine, peer
+        kept = before.pidfds if before is not None else {}
+        for rank, pidfd in peer.pidfds.items():
+            if rank not in kept or not _are_of_one_process(kept[rank], pidfd):
+                self._kept.keep_process(rank, pidfd)
 
     def _admit_next(self) -> None:
         while self._waiting and self._rows is not None and self._engine is None and not self._checking:
@@ -434,7 +527,7 @@ class Keeper:
             self._refuse(peer, f"its layout cannot be used: {error}")
             return
         assert self._arena is not None
-        self._engine = peer
+        self._has_memory(peer)
         self.counts["engines"] += 1
         with contextlib.ExitStack() as closing:
             closing.callback(os.close, loan)
@@ -452,9 +545,13 @@ class Keeper:
             send(peer.sock, Welcome(shape.num_rows, shape.row_stride, self._rows.nbytes), fds)
         except OSError:  # it has given up, and never had the memory by this connection
             if fds:
+                for rank in list(peer.pidfds):
+                    self._unwatch(peer, rank)
                 self._engine = None
                 self.counts["engines"] -= 1
             self._hang_up(peer)
+            return
+        self._is_fresh = False
 
     def _tell(self, peer: _Peer, report: Report, fds: Sequence[int] = ()) -> None:
         assert peer.sock is not None
@@ -470,16 +567,24 @@ class Keeper:
     # Engines go.
 
     def _watch_process(self, peer: _Peer, rank: int, pidfd: int) -> None:
+        try:
+            self._watch(pidfd, lambda: self._on_exit(peer, rank))
+        except OSError:  # it is none
+            os.close(pidfd)
+            raise
         if (before := peer.pidfds.pop(rank, None)) is not None:
             self._selector.unregister(before)
             os.close(before)
         peer.pidfds[rank] = pidfd
-        self._watch(pidfd, lambda: self._on_exit(peer, rank))
+        if peer is self._engine:
+            self._kept.keep_process(rank, pidfd)
 
     def _unwatch(self, peer: _Peer, rank: int) -> None:
         if (pidfd := peer.pidfds.pop(rank, None)) is not None:
             self._selector.unregister(pidfd)
             os.close(pidfd)
+            if peer is self._engine:
+                self._kept.drop_process(rank)
 
     def _on_exit(self, peer: _Peer, rank: int) -> None:
         pidfd = peer.pidfds.get(rank)
@@ -546,8 +651,8 @@ class Keeper:
 
     def _begin_check(self) -> None:
         """Begin to hash all rows whose entries count, on threads: nobody else has the memory meanwhile."""
-        arena = self._arena
-        assert arena is not None
+        if self._arena is None:
+            return
         self._check_began = time.monotonic()
         rows = self._counting()
         self.counts["checked"] += len(rows)
@@ -641,14 +746,16 @@ class Keeper:
 
 def serve(path: Path, size: int, *, huge_pages: HugePages = "off") -> None:
     """Serve a pool at this path until SIGTERM or SIGINT; StartError, in one line, if it cannot be."""
+    store = descriptor_store(os.environ)
     listener = listen(path)
     _log.info("pool: serves at %s", path)
     place = path.stat()
-    keeper = Keeper(listener, size, huge_pages=huge_pages)
+    keeper = Keeper(listener, size, huge_pages=huge_pages, store=store)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.stop())
     with contextlib.suppress(OSError):
         os.nice(5)  # hashing gives way to engines
+    store.is_ready()
     try:
         keeper.serve()
     finally:

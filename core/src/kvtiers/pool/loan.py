@@ -238,7 +238,7 @@ class PoolLoan:
     def watch(self, rank: int, pidfd: int) -> None:
         """Let the keeper wait for the end of this rank's process, too; OSError if it cannot be told. Waits for it.
 
-        Before the process has the memory: what was sent counts, also after a ``kill -9``.
+        Before the process has the memory: what was sent counts, also after a ``kill -9`` of the engine.
         """
         with self._sending:
             if (before := self._watched.pop(rank, None)) is not None:

@@ -1,0 +1,120 @@
+"""What the service manager keeps of a pool, for the keeper's next process: descriptors, by these names.
+
+::
+
+    kvtiers-rows           once they are populated
+    kvtiers-index, -plane  the arena's
+    kvtiers-hello          what the arena is for, as an engine's HELLO. It comes last and goes first: without it all of
+                           the arena counts for nothing
+    kvtiers-process-RANK   a pidfd for each process that is watched; -1: the engine's own
+
+The pidfd of a process that has ended is let go by systemd itself (Linux 6.9), or by the next keeper.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvtiers.api import StartError
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.pool.descriptor_store import DescriptorStore
+from kvtiers.pool.messages import POOL_FORMAT, Hello, decode_request, encode
+from kvtiers.region.memfd import create_memfd
+
+__all__ = ["Kept", "KeptArena", "KeptMemory"]
+
+_OURS = "kvtiers-"
+_ROWS, _INDEX, _PLANE, _HELLO, _PROCESS = (_OURS + name for name in ("rows", "index", "plane", "hello", "process-"))
+
+
+class KeptArena(NamedTuple):
+    """The descriptors of index and plane, and what they are for."""
+
+    index_fd: int
+    plane_fd: int
+    hello: Hello
+
+
+class Kept(NamedTuple):
+    """What another process has left. The descriptors are those of ``KeptMemory``. ``processes``: pidfds, by rank."""
+
+    rows: int
+    arena: KeptArena | None
+    processes: Mapping[int, int]
+
+
+class KeptMemory:
+    """A pool's memory in a descriptor store: what the process before this one has left there, and what this one has."""
+
+    def __init__(self, store: DescriptorStore) -> None:
+        self._store = store
+        names = [name for name, _ in store.found]
+        self._twice = sorted({name for name in names if name.startswith(_OURS) and names.count(name) > 1})
+        self._found = {name: fd for name, fd in store.found if name.startswith(_OURS)}
+
+    def found(self) -> Kept | None:
+        """Return what was left, None if that is no memory; ValueError, OSError or StartError if it cannot be read."""
+        if _ROWS not in self._found:
+            return None
+        if self._twice:  # one of two was to be dropped, and nothing says which
+            raise StartError(f"there are two of {', '.join(self._twice)}")
+        arena = None
+        if {_INDEX, _PLANE, _HELLO} <= self._found.keys():
+            fd = self._found[_HELLO]
+            hello = decode_request(os.pread(fd, os.fstat(fd).st_size, 0))
+            if not isinstance(hello, Hello) or hello.format != POOL_FORMAT:
+                raise StartError(f"it is of another format than {POOL_FORMAT}")
+            arena = KeptArena(self._found[_INDEX], self._found[_PLANE], hello)
+        processes = {name.removeprefix(_PROCESS): fd for name, fd in self._found.items() if name.startswith(_PROCESS)}
+        return Kept(self._found[_ROWS], arena, {int(rank): pidfd for rank, pidfd in processes.items()})
+
+    def let_go(self) -> None:
+        """Let nothing be kept of what was left. Its pages are free then, but for those that others have."""
+        for name in self._found:
+            self._store.drop(name)
+        if self._found:
+            self._store.settle()
+        self.close()  # last: who closes the last descriptor frees the pages, which takes seconds
+
+    def close(self) -> None:
+        """Close what was left. May be called again."""
+        for _, fd in self._store.found:
+            os.close(fd)
+        self._store.found, self._found = [], {}
+
+    def keep_rows(self, fd: int) -> None:
+        """Have these rows kept."""
+        self._store.keep(_ROWS, fd)
+
+    def drop_rows(self) -> None:
+        """Have nothing kept from now on that a keeper could use."""
+        self._store.drop(_ROWS)
+
+    def keep_arena(self, index: int, plane: int, prefix: str, layout: CacheLayout) -> None:
+        """Have an arena kept, by the descriptors of its index and its plane."""
+        self.drop_arena()
+        self._store.keep(_INDEX, index)
+        self._store.keep(_PLANE, plane)
+        self.name_arena(prefix, layout)
+
+    def drop_arena(self) -> None:
+        """Let the arena that is kept count for nothing, until ``name_arena`` or ``keep_arena``."""
+        self._store.drop(_HELLO)
+
+    def name_arena(self, prefix: str, layout: CacheLayout) -> None:
+        """Have it kept what the arena is for."""
+        hello = encode(Hello(POOL_FORMAT, prefix, layout.to_json()))
+        fd = create_memfd("kvtiers-pool-hello", len(hello))
+        try:
+            os.pwrite(fd, hello, 0)
+            self._store.keep(_HELLO, fd)
+        finally:
+            os.close(fd)
+
+    def keep_process(self, rank: int, pidfd: int) -> None:
+        """Have it kept that this process has the memory."""
+        self._store.keep(f"{_PROCESS}{rank}", pidfd)
+
+    def drop_process(self, rank: int) -> None:
+        """Record that it has not."""
+        self._store.drop(f"{_PROCESS}{rank}")
