@@ -264,7 +264,7 @@ class PoolLoan:
 
     # The primary's.
 
-    def residents(self) -> Iterator[list[tuple[OffloadKey, int]]]:
+    def residents(self) -> Iterator[tuple[list[OffloadKey], list[int]]]:
         """Yield the chunks that are there, with their rows, as ``memory.residents`` says."""
         return residents(self._index, self._plane)
 

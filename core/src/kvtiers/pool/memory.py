@@ -19,6 +19,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -124,8 +125,8 @@ class Index(_Words):
         if head[:_PREFIX_AT] != shape.head()[:_PREFIX_AT] or not (writable or head == shape.head()):
             super().close()
             raise StartError("an index of other rows, or of another format")
-        entries = np.frombuffer(self._view, _ENTRY, shape.num_rows, _HEAD_BYTES)
-        self.editions: npt.NDArray[np.uint32] = entries["edition"]
+        self._entries: npt.NDArray[np.void] = np.frombuffer(self._view, _ENTRY, shape.num_rows, _HEAD_BYTES)
+        self.editions: npt.NDArray[np.uint32] = self._entries["edition"]
         if head != shape.head():
             self.rename(shape)  # where the keeper before this one was ended
 
@@ -141,6 +142,13 @@ class Index(_Words):
         """Return the key in this row's entry."""
         at = _HEAD_BYTES + row * _ENTRY.itemsize
         return bytes(self._view[at + 24 : at + 24 + self._view[at + 4]])
+
+    def keys(self, rows: npt.NDArray[np.int64]) -> list[OffloadKey]:
+        """Return the keys in these rows' entries."""
+        entries = self._entries[rows]
+        every, lengths = entries["key"].tobytes(), entries["key_bytes"].tolist()
+        starts = range(0, LONGEST_KEY * len(lengths), LONGEST_KEY)
+        return [every[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
     def digest(self, row: int) -> bytes:
         """Return the hash in this row's entry."""
@@ -169,7 +177,7 @@ class Index(_Words):
 
     def close(self) -> None:
         """Unmap the memory and close its descriptor."""
-        self.editions = np.empty(0, np.uint32)
+        self.editions, self._entries = np.empty(0, np.uint32), np.empty(0, _ENTRY)
         super().close()
 
 
@@ -228,8 +236,8 @@ def counting(index: Index, plane: Plane) -> list[int]:
     return rows
 
 
-def residents(index: Index, plane: Plane) -> Iterator[list[tuple[OffloadKey, int]]]:
-    """Yield the chunks whose entries count, with their rows: those of each use together, the oldest use first.
+def residents(index: Index, plane: Plane) -> Iterator[tuple[list[OffloadKey], list[int]]]:
+    """Yield the chunks whose entries count, and their rows: those of each use together, the oldest use first.
 
     Within a use in the order of the prefix. A chunk that is in two rows, since its first one was free and nothing had
     been written to it yet, is in the one used last.
@@ -237,15 +245,13 @@ def residents(index: Index, plane: Plane) -> Iterator[list[tuple[OffloadKey, int
     rows = np.array(counting(index, plane), np.int64)
     uses = plane.uses[rows]
     order = np.argsort(uses, kind="stable")
-    found = [(index.key(row), row) for row in rows[order].tolist()]
-    last = dict(found)
-    ticks = (uses[order] // _DEPTHS).tolist()
-    group: list[tuple[OffloadKey, int]] = []
-    for number, (key, row) in enumerate(found):
-        if group and ticks[number] != ticks[number - 1]:
-            yield group
-            group = []
-        if last[key] == row:
-            group.append((key, row))
-    if group:
-        yield group
+    rows, ticks = rows[order], uses[order] // _DEPTHS
+    keys = index.keys(rows)
+    last = dict(zip(keys, rows.tolist(), strict=True))
+    if len(last) < len(keys):
+        once = np.array([last[key] for key in keys], np.int64) == rows
+        rows, ticks = rows[once], ticks[once]
+        keys = [key for key, is_last in zip(keys, once.tolist(), strict=True) if is_last]
+    changes = (np.flatnonzero(np.diff(ticks)) + 1).tolist()
+    for start, end in pairwise([0, *changes, len(keys)] if keys else ()):
+        yield keys[start:end], rows[start:end].tolist()

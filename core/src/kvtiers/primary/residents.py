@@ -102,11 +102,10 @@ class Residents:
         self.policy.access(offered, request_id, missing)
         return Allocation(missing, rows, evicted)
 
-    def adopt(self, found: Iterable[Sequence[tuple[OffloadKey, int]]]) -> None:
+    def adopt(self, found: Iterable[tuple[list[OffloadKey], list[int]]]) -> None:
         """Begin with these chunks in these rows, ready: a use each, the oldest first. Before any other call."""
-        for used in found:
-            keys = [key for key, _ in used]
-            self.row_of.update(used)
+        for keys, rows in found:
+            self.row_of.update(zip(keys, rows, strict=True))
             self.policy.access(keys, "", keys)
             self.unlock(keys)
         self.rows.adopt(self.row_of)
