@@ -38,7 +38,11 @@ GOLDEN = [
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Take commands as an engine would until the test ends; a client's may come as late as a busy machine lets them."""
+    """Take commands as an engine would until the test ends; a client's may come as late as a busy machine lets them.
+
+    No command that asks all engines of the machine, as other tests run them, finds these sockets.
+    """
+    monkeypatch.setattr("kvtiers.control.SOCKET_PREFIX", "kvtiers-unseen-")
     monkeypatch.setattr("kvtiers.control._READ_SECONDS", 60.0)
     sockets = []
 

@@ -5,6 +5,7 @@ import importlib.util
 import mmap
 import os
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.paths import place_of
 from kvtiers_fs.quota import Index, Waits
+from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.store import SlabStore
 from kvtiers_fs.store import FsStore
 
@@ -125,13 +127,20 @@ class SlabFolder:
 
     @staticmethod
     def settle(store) -> None:
-        """Let the evictor do what is due, and publish its figures."""
+        """Let the evictor do what is due, and publish its figures; what its thread is at is done first."""
         store._evictor.round()
 
 
 @pytest.fixture
 def slab_folder(tmp_path, monkeypatch):
     """A folder for slabs; its stores wait for each other's lock, and for their evictors, as long as it takes."""
+    one_round, rounds = SlabEvictor.round, threading.Lock()
+
+    def round_by_itself(evictor):
+        with rounds:
+            one_round(evictor)
+
+    monkeypatch.setattr(SlabEvictor, "round", round_by_itself)
     for place in ("store", "segments", "evictor"):
         monkeypatch.setattr(f"kvtiers_fs.slab.{place}.LOCK_SECONDS", PATIENCE)
     monkeypatch.setattr("kvtiers_fs.slab.store._CLOSE_SECONDS", PATIENCE)
