@@ -418,17 +418,13 @@ def measure(kind: str, nbytes: int, total: int, rounds: int, top: Path) -> dict[
             "tier": TierLane(config("tier"), values, stack),
             "plain": PlainLane(stack.enter_context(closing(open_plain(config("plain")))), values, back),
         }
-        samples: Samples = {name: [] for name in lanes}
-        order = [*lanes]
-        for turn in range(rounds + 1):
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                lane, keys = lanes[name], [os.urandom(32) for _ in range(count)]
-                pair = turn_of(lane.write, keys), turn_of(lane.read, keys)
-                lane.check()
-                clear(config(name))
-                if turn:  # the first one warms up
-                    samples[name].append(pair)
-        del lanes, lane
+
+        def settle(name: str, lane: Any) -> None:
+            lane.check()
+            clear(config(name))
+
+        samples = samples_of(lanes, rounds, count, settle)
+        del lanes
     gc.collect()
     shutil.rmtree(folder)
     return {"store": kind, "value_bytes": nbytes} | figures_of(samples, values.nbytes / 1e9)
@@ -475,16 +471,8 @@ def measure_one_by_one(rounds: int, top: Path) -> dict[str, Any]:
             "client": OneByOneLane(config_of("fs", str(top / "client"), 0), value, stack),
             "control": PlainFileLane(top / "control", value, stack),
         }
-        samples: Samples = {name: [] for name in lanes}
-        order = [*lanes]
-        for turn in range(rounds + 1):
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                lane, keys = lanes[name], [os.urandom(32) for _ in range(ONE_BY_ONE_COUNT)]
-                pair = turn_of(lane.write, keys), turn_of(lane.read, keys)
-                lane.clear()
-                if turn:  # the first one warms up
-                    samples[name].append(pair)
-        del lanes, lane
+        samples = samples_of(lanes, rounds, ONE_BY_ONE_COUNT, lambda _, lane: lane.clear())
+        del lanes
     gc.collect()
     moved = ONE_BY_ONE_COUNT * ONE_BY_ONE_BYTES / 1e9
     plain = samples["plain"]
@@ -521,6 +509,20 @@ def report_one_by_one(found: dict[str, Any]) -> None:
                 for figure, values in figures.items()
             )
             print(f"{name:8}{way:6} {cells}")
+
+
+def samples_of(lanes: dict[str, Any], rounds: int, count: int, settle: Callable[[str, Any], None]) -> Samples:
+    """Return what the lanes took, in turns whose order rotates; ``settle(name, lane)`` follows each turn."""
+    samples: Samples = {name: [] for name in lanes}
+    order = [*lanes]
+    for turn in range(rounds + 1):
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            keys = [os.urandom(32) for _ in range(count)]
+            pair = turn_of(lanes[name].write, keys), turn_of(lanes[name].read, keys)
+            settle(name, lanes[name])
+            if turn:  # the first one warms up
+                samples[name].append(pair)
+    return samples
 
 
 def turn_of(work: Callable[[Sequence[bytes]], None], keys: Sequence[bytes]) -> Turn:
