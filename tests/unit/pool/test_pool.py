@@ -33,6 +33,19 @@ def path(tmp_path):
 
 
 @pytest.fixture
+def slow(monkeypatch):
+    """An event that each piece of a keeper's check waits for."""
+    damaged_of, over = Keeper._damaged_of, threading.Event()
+
+    def wait_first(keeper, rows):
+        over.wait(60)
+        return damaged_of(keeper, rows)
+
+    monkeypatch.setattr(Keeper, "_damaged_of", wait_first)
+    return over
+
+
+@pytest.fixture
 def keeper(path):
     running = KeeperThread(path, SIZE)
     yield running
@@ -117,14 +130,7 @@ def test_a_chunk_that_was_evicted_is_found_as_long_as_its_bytes_are_there_and_on
     engine.close()
 
 
-def test_what_is_cleared_while_it_is_checked_is_not_found_and_its_damage_is_not_lost(path, monkeypatch):
-    checked, slow = Keeper._damaged_of, threading.Event()
-
-    def damaged_of(keeper, rows):
-        slow.wait(60)
-        return checked(keeper, rows)
-
-    monkeypatch.setattr(Keeper, "_damaged_of", damaged_of)
+def test_what_is_cleared_while_it_is_checked_is_not_found_and_its_damage_is_not_lost(path, slow):
     keeper = KeeperThread(path, SIZE)
     engine = stored(path, KEYS)
     engine.row(engine.tier._row_of[KEYS[7]])[123] ^= 1
@@ -206,16 +212,7 @@ def test_chunks_of_other_weights_and_of_another_layout_are_not_found(path, keepe
     engine.close()
 
 
-def test_an_engine_waits_for_a_check_as_long_as_its_start_may_take_and_is_lent_nothing_once_it_has_given_up(
-    path, monkeypatch
-):
-    hashed, slow = Keeper._damaged_of, threading.Event()
-
-    def damaged_of(keeper, rows):
-        slow.wait(60)
-        return hashed(keeper, rows)
-
-    monkeypatch.setattr(Keeper, "_damaged_of", damaged_of)
+def test_an_engine_waits_for_a_check_as_long_as_its_start_may_take_and_is_lent_nothing_once_it_has_given_up(path, slow):
     keeper = KeeperThread(path, SIZE)
     stored(path, KEYS).close()
     wait_until(lambda: keeper.figures()["checking"], "it does not check")
