@@ -42,6 +42,7 @@ SAYS_NO = {
     "warm --from fs --config": "has no values of this engine's fingerprint",
     "ctl clear --fingerprint": "nothing was changed",
     "ctl clear --tenant": "has no 'tenants'",
+    "pool clear": "no keeper serves at",
     "pool status": "no keeper serves at",
 }
 FENCED = re.compile(r"^```(?:sh|bash|console|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
