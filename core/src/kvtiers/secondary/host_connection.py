@@ -21,6 +21,7 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from kvtiers.host import wire
@@ -36,6 +37,8 @@ _log = logging.getLogger("kvtiers.secondary")
 _OUTBOX_BYTES = 4 * 2**20
 _BYTES_AT_ONCE = 1 << 16  # the allocator would map a larger buffer for each read
 _UNASKED_AT_FIRST, _UNASKED_PER_SECOND = 500, 200  # messages that answer nothing; a host sends a quarter of it
+_UNASKED_AT_ONCE = 10_000
+"""What may wait for an engine that was idle for long: up to 9,000 short lines in the socket, a thousand in the host."""
 
 
 class LinkedTier(Protocol):
@@ -70,7 +73,14 @@ class HostConnection:
 
     tier: LinkedTier
 
-    def __init__(self, launcher: HostLauncher, host: HostProcess, said_once: deque[str]) -> None:
+    def __init__(
+        self,
+        launcher: HostLauncher,
+        host: HostProcess,
+        said_once: deque[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self.launcher = launcher
         self.host = host
         self._said_once = said_once
@@ -82,7 +92,8 @@ class HostConnection:
         self._incoming = select.poll()
         self.outbox = bytearray()
         """What the socket has not taken yet."""
-        self._unasked = 0
+        self._unasked_left, self._unasked_at = 0.0, 0.0
+        """A token bucket of messages that answer nothing, and when it was last filled up."""
         self._ending = False
         detach_in_children(self)
 
@@ -165,7 +176,7 @@ class HostConnection:
         self._reader = FrameReader(MAX_REPORT_BYTES)
         self._incoming = select.poll()
         self._incoming.register(life.connection, select.POLLIN)
-        self._unasked = 0
+        self._unasked_left, self._unasked_at = _UNASKED_AT_FIRST, life.started
         tier = self.tier
         self.send(wire.encode(Names(tier.names.prefix, tier.names.layout_id)))  # they may have changed since its HELLO
         if tier.limits is not None:
@@ -228,10 +239,12 @@ class HostConnection:
             self._said_once.append(text)
 
     def _count_unasked(self) -> None:
-        self._unasked += 1
-        assert self.life is not None
-        if self._unasked > _UNASKED_AT_FIRST + _UNASKED_PER_SECOND * (time.monotonic() - self.life.started):
-            raise ProtocolError(f"it floods the engine: {self._unasked} unsolicited messages")
+        now = self._clock()
+        earned = _UNASKED_PER_SECOND * (now - self._unasked_at)
+        self._unasked_left = min(_UNASKED_AT_ONCE, self._unasked_left + earned) - 1
+        self._unasked_at = now
+        if self._unasked_left < 0:
+            raise ProtocolError("it floods the engine with unsolicited messages")
 
     def _lose(self) -> None:
         if self.life is None or self._lost:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -26,7 +27,13 @@ def is_awaited():
 
 
 @pytest.fixture
-def ends(kit, monkeypatch, pace, is_awaited):
+def wound():
+    """The seconds by which the connection's clock is ahead, in a list."""
+    return [0.0]
+
+
+@pytest.fixture
+def ends(kit, monkeypatch, pace, is_awaited, wound):
     """A tier's host, and all its lives, of which the test plays each."""
     hosts, processes = [], []
 
@@ -38,7 +45,7 @@ def ends(kit, monkeypatch, pace, is_awaited):
     monkeypatch.setattr(HostLauncher, "_fork", fork)
     launcher = HostLauncher(0, pace=pace)
     process = HostProcess("test", lambda: wire.encode(Hello("{}")))
-    link = HostConnection(launcher, process, deque(maxlen=2))
+    link = HostConnection(launcher, process, deque(maxlen=2), lambda: time.monotonic() + wound[0])
     tier = HostClient(link, kit.NAMES, deadline=kit.PATIENCE, grace=kit.PATIENCE, is_awaited=is_awaited)
     launcher.start(process)
 

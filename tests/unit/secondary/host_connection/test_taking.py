@@ -7,6 +7,7 @@ import logging
 import math
 import select
 import threading
+import time
 
 import pytest
 from tests.unit.secondary.host_connection.scripted_host import load, paced, store
@@ -245,3 +246,28 @@ def test_a_loads_status_for_a_store_kills_the_host(ends, kit, keys, log_lines):
     ends.hosts[0].say(*done([Status.MISSING] * 4))
     ends.poll(until=Opened)
     is_killed(ends, kit, log_lines)
+
+
+LINES = wire.encode(LogLine(logging.INFO, "a")) * 500  # what a poll takes whole
+
+
+def test_a_host_of_any_age_that_floods_the_engine_is_killed(ends, kit, caplog, log_lines, wound):
+    """An hour would be worth 720,000 lines, of which the engine's thread logs a thousand in each step."""
+    wound[0] = 3600.0
+    begin = time.monotonic()
+    while ends.link.connected:
+        ends.hosts[0].send(LINES)
+        ends.link.poll()
+    assert caplog.messages.count("a") <= 10_000 + 200 * (time.monotonic() - begin)
+    assert "it floods the engine" in log_lines("its host is killed")
+    is_killed(ends, kit, log_lines)
+
+
+def test_what_a_host_has_logged_while_its_engine_was_idle_is_no_flood(ends, caplog, wound):
+    caplog.set_level(logging.INFO, "kvtiers")
+    wound[0] = 3600.0
+    for _ in range(20):
+        ends.hosts[0].send(LINES)
+        ends.link.poll()
+    assert ends.link.connected
+    assert caplog.messages.count("a") == 10_000
