@@ -65,4 +65,4 @@ def ends(kit, monkeypatch, pace, is_awaited, wound):
     link.detach()
     for host in hosts:
         host.socket.close()
-    assert all(process.returncode is not None for process in processes)
+    kit.wait_until(lambda: all(process.returncode is not None for process in processes), "the last one's burial")
