@@ -172,6 +172,22 @@ def wait_until(condition, what="it"):
         time.sleep(0.002)
 
 
+@contextlib.contextmanager
+def winding(client, seconds, when):
+    """As soon as this is so, let so many seconds pass for the client's thread; for callers and hosts there are none."""
+
+    def wind():
+        wait_until(when)
+        client._driver._clock = lambda: time.monotonic() + seconds
+
+    thread = threading.Thread(target=wind)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 @pytest.fixture
 def start(tmp_path, caplog, monkeypatch):
     """Start an engine in this process; at the end it is shut down, and must have left nothing behind."""
@@ -297,4 +313,5 @@ def machine():
         releasing=releasing,
         state_of=state_of,
         wait_until=wait_until,
+        winding=winding,
     )

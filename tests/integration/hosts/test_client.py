@@ -195,7 +195,7 @@ def test_a_call_ends_in_its_time_though_the_store_hangs(opened, faulty, gates, m
         assert get(client, range(4), timeout=SHORT) < 4
     else:
         assert client.exists_prefix([bytes([9]) * 8], timeout=SHORT) == 0
-    assert 0.9 * SHORT < time.monotonic() - begin < 20
+    assert 0.9 * SHORT < time.monotonic() - begin < 50
     if what != "exists":
         assert client.stats()["free_bounce_rows"] < client.stats()["bounce_rows"], "the store may still touch them"
     with machine.releasing(tmp_path):
@@ -206,10 +206,11 @@ def test_a_call_ends_in_its_time_though_the_store_hangs(opened, faulty, gates, m
 
 
 def test_a_first_tier_that_hangs_leaves_a_get_the_time_for_the_next_one(opened, faulty, gates, machine, tmp_path, tier):
-    client = opened(faulty(deadline="60s"), tier, bounce_bytes=64 * 12288)
+    client = opened(faulty(), tier, bounce_bytes=64 * 12288)
     assert all(put(client, range(4)).stored)
     gates.set("read", "hang")
-    assert get(client, range(4), timeout=6.0) == 4, "the second tier has them, and half of the time"
+    with machine.winding(client, 1.1 * PATIENCE, lambda: gates.reached("read")):
+        assert get(client, range(4), timeout=2 * PATIENCE) == 4, "the second tier has them, and half of the time"
     with machine.releasing(tmp_path):
         machine.wait_until(
             lambda: client.stats()["free_bounce_rows"] == client.stats()["bounce_rows"], "the release of the rows"
@@ -319,7 +320,7 @@ def test_a_close_with_calls_in_flight_ends_them_and_leaves_nothing(
     machine.wait_until(lambda: gates.reached("read"), "the call")
     begin = time.monotonic()
     client.close(closes_within)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
     thread.join(PATIENCE)
     assert found == ([4] if closes_within == PATIENCE else found)
     assert found[0] <= 4

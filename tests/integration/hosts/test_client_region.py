@@ -196,7 +196,7 @@ def test_what_a_store_gives_too_late_never_lands_in_the_callers_memory(
     begin = time.monotonic()
     found = pool.get(range(4), first=8, timeout=SHORT)
     assert found < 4
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
     pool.poison(*range(8, 12))
     assert hosts_of() == before, "a host whose store hangs has answered"
     with machine.releasing(tmp_path):
@@ -222,7 +222,7 @@ def test_a_host_that_does_not_give_memory_back_is_killed_before_the_call_ends(
         assert pool.get(range(4), first=8, timeout=SHORT, host_ends=True) < 4
     else:
         assert not any(pool.put(range(4, 8), first=8, timeout=SHORT).stored)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
     pool.poison(*range(8, 12))
     assert not any(machine.state_of(pid) not in {"", "Z"} for pid in before), "its host may still use the memory"
     machine.wait_until(lambda: pool.get(range(4), timeout=1.0) == 4, "the host's next life")
@@ -233,10 +233,11 @@ def test_a_host_that_does_not_give_memory_back_is_killed_before_the_call_ends(
 def test_a_second_tier_gives_what_hangs_in_the_first_and_only_that_arrives(
     opened, faulty, gates, machine, tmp_path, directory, settled
 ):
-    pool = opened(faulty(deadline="60s"), directory)
+    pool = opened(faulty(), directory)
     assert all(pool.put(range(4)).stored)
     gates.set("read", "hang")
-    assert pool.get(range(4), first=8, timeout=6.0) == 4
+    with machine.winding(pool.client, 1.1 * PATIENCE, lambda: gates.reached("read")):
+        assert pool.get(range(4), first=8, timeout=2 * PATIENCE) == 4, "the second tier has half of the time"
     pool.poison(*range(8, 12))
     with machine.releasing(tmp_path):
         settled(pool)
