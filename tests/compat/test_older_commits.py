@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent / "differential")]
 
-from kinds import KINDS  # noqa: E402
+from kinds import KINDS, LACKS  # noqa: E402
 from releases import Players, at_once, command, filled, looked_for  # noqa: E402
 
 OLDEST = {
@@ -112,8 +112,8 @@ def tier_of(tmp_path_factory):
                 started[kind] = {**KINDS, "slab": Slab}[kind](tmp_path_factory.mktemp(kind))
                 started[kind].start(stack)
             tier = started[kind].tier() | {"name": kind}
-            # Of each kind's own, a second, some calls of a busy machine's server would take longer.
-            return tier | ({"timeout": "30s"} if "timeout" in tier else {})
+            # Some calls of a busy machine's server take longer than any type's default.
+            return tier | ({} if "timeout" in LACKS.get(tier["type"], ()) else {"timeout": "30s"})
 
         yield tier_of
 

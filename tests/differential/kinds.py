@@ -30,11 +30,15 @@ def servers_of(plugin, file="servers"):
     return sys.modules[name]
 
 
+_OF_SERVERS = ("connect_timeout", "timeout")
+LACKS = {"memory": _OF_SERVERS, "fs": _OF_SERVERS, "memory-async": (*_OF_SERVERS, "exists_ttl", "io")}
+"""Options that a type does not have: its calls go to no server, or it moves its values by itself."""
+
+
 def config_of(tier, namespace, **options):
     """Return a config with this one tier."""
-    common = {"exists_ttl": "1s", "deadline": "30s"} | options
-    if tier["type"] == "memory-async":  # it moves its values by itself
-        common = {name: value for name, value in common.items() if name not in ("exists_ttl", "io")}
+    common = dict.fromkeys(("deadline", "connect_timeout", "timeout"), "30s") | {"exists_ttl": "1s"} | options
+    common = {name: value for name, value in common.items() if name not in LACKS.get(tier["type"], ())}
     return {
         "version": 1,
         "namespace": namespace,
@@ -137,7 +141,7 @@ class Redis(Kind):
         return [self._server.pid]
 
     def tier(self):
-        return {"type": "redis", "url": self._server.url, "timeout": "1s", "processes": 1}
+        return {"type": "redis", "url": self._server.url, "processes": 1}
 
 
 class S3(Kind):
@@ -149,7 +153,6 @@ class S3(Kind):
         self._tier = {
             "type": "s3",
             "region": "us-east-1",
-            "timeout": "1s",
             "threads": 4,
             "processes": 1,
             **where,
@@ -168,7 +171,7 @@ class Gcs(Kind):
         servers = servers_of("gcs")
         self._server = stack.enter_context(servers.FakeGcs())
         where = {"endpoint": self._server.endpoint, "bucket": servers.new_bucket(self._server.endpoint)}
-        self._tier = {"type": "gcs", "anonymous": True, "timeout": "1s", "threads": 4, "processes": 1, **where}
+        self._tier = {"type": "gcs", "anonymous": True, "threads": 4, "processes": 1, **where}
 
     def processes(self):
         return [process.pid for process in self._server._processes]
@@ -183,7 +186,7 @@ class Azure(Kind):
         self._server = stack.enter_context(servers.Azurite())
         where = {"endpoint": self._server.endpoint, "container": servers.new_container(self._server.endpoint)}
         keys = {"account": servers.ACCOUNT, "account_key": servers.ACCOUNT_KEY}
-        self._tier = {"type": "azure", "timeout": "1s", "threads": 4, "processes": 1, **where, **keys}
+        self._tier = {"type": "azure", "threads": 4, "processes": 1, **where, **keys}
 
     def processes(self):
         return [self._server._process.pid]
@@ -204,7 +207,7 @@ class Mooncake(Kind):
         return [self._master._process.pid]
 
     def tier(self):
-        return {"type": "mooncake", "master": self._master.address, "timeout": "1s"}
+        return {"type": "mooncake", "master": self._master.address}
 
     def listed(self, store, namespace):
         (option,) = (it for it in self._master._command if it.startswith("--metrics_port="))

@@ -20,6 +20,7 @@ from kvtiers.layout.storage_name import StorageNames, parse_name
 PATIENCE = 90.0
 OWN, OTHER = "own-weights", "other-weights"
 QUICK = {"deadline": "2s", "grace": "500ms", "breaker": {"delay": "100ms", "max_delay": "500ms"}}
+QUICK |= dict.fromkeys(("connect_timeout", "timeout"), "1s")
 AN_OUTAGE = 45.0
 """Seconds in which two calls on a store that hangs have ended, on a busy machine, too; a hang takes far longer."""
 MEMORY = "its values lie in the memory of one engine, and end with it"
