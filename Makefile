@@ -118,7 +118,7 @@ test-rest: docs system emulators  ## What `make test` leaves out of `make test-a
 	$(PYTEST) --durations=15 -m slow $(PYTEST_ARGS)
 
 test-changed: environment  ## The tests of the packages that differ from main (BASE=another commit), first those that failed last
-	$(PYTEST) --failed-first $$($(PYTHON) tools/changed_tests.py $(BASE)) $(PYTEST_ARGS)
+	tests=$$($(PYTHON) tools/changed_tests.py $(BASE)) && $(PYTEST) --failed-first $$tests $(PYTEST_ARGS)
 
 test-explore: environment system emulators  ## Property tests with new random examples, as every night
 	KVTIERS_EXPLORE=1 $(PYTEST) -m hypothesis $(PYTEST_ARGS)

@@ -10,18 +10,37 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = (
+    "tests/integration/test_documents.py tests/integration/test_printed_commands.py "
+    "tests/packaging/test_project_files.py"
+)
+FILES = "tests/packaging/test_project_files.py tests/packaging/test_lock.py"
 TESTS = (
-    (r"(?:.+/)?tests/(?:.+/)?test_\w+\.py", r"\g<0>"),
+    # Those of engines run in environments of their own.
+    (r"(?!integrations/(?:lmcache|sglang|transformers)/|.+/real_vllm/)(?:.+/)?tests/(?:.+/)?test_\w+\.py", r"\g<0>"),
+    (r".+\.md", PAGES),
     (r"(tests/.+)/.+", r"\1"),
-    (r".+\.md", "tests/integration/test_documents.py"),
+    (
+        r"tests/tenant_scenes\.py",
+        "plugins/mooncake_tier/tests/test_tenants.py plugins/redis_tier/tests/test_tenants.py",
+    ),
+    # What others share: of the tests that use it, the quick ones.
+    (r"conftest\.py|tests/[^/]+", "tests/unit tests/integration/pool tests/integration/manager"),
+    (r"pyproject\.toml", f"tests/unit {FILES}"),
+    (r"Makefile|uv\.lock|\..+", FILES),
     (r"core/src/kvtiers/(\w+)/.+", r"tests/unit/\1"),
     (r"core/src/kvtiers/_?(\w+)\.py", r"tests/unit/test_\1.py"),
     (r"core/.+", "tests/unit"),
     (r"(plugins/\w+)/.+", r"\1/tests"),
     (r"libraries/.+", "plugins/s3_tier/tests plugins/gcs_tier/tests plugins/azure_tier/tests"),
+    (r"(?:integrations/\w+/)?benchmarks/.+", "tests/unit/test_benchmarks.py"),
     (r"integrations/vllm/.+", "integrations/vllm/tests/unit"),
     (r"replay/.+", "replay/tests/unit"),
-    (r"examples/.+", "tests/integration/test_documents.py"),
+    (r"docs/.+|examples/.+", PAGES),
+    (
+        r"mkdocs\.yml|tools/.+",
+        f"tests/unit/test_changed_tests.py tests/unit/test_docs_site.py tests/unit/test_metrics.py {FILES}",
+    ),
 )
 """Patterns of changed files, and the tests of each; the first that fits and whose tests exist counts."""
 
