@@ -14,7 +14,8 @@ def pytest_configure() -> None:
         from hypothesis import HealthCheck, settings
 
         # The same examples in each run, so that nothing but a change turns a test red; `make test-explore` draws new
-        # ones, and more. An example that takes long, to make or to run, says something of the machine only.
+        # ones, and ten times as many where a test does not say how many it can bear. An example that takes long, to
+        # make or to run, says something of the machine only.
         explores = "KVTIERS_EXPLORE" in os.environ
         examples = 1_000 if explores else 100
         settings.register_profile(
