@@ -76,7 +76,7 @@ OF_OTHERS = {
     "--model-impl --page-size --quantization",
     "LMCache": "--l2-adapter --shm-name",
     "Mooncake": "--enable_multi_tenants --enable_offload=true --metrics_port",
-    "pip": "--extra-index-url",
+    "pip": "--extra-index-url --find-links",
     "programs of this repository": "--delays --device --folder --path --quick --random",
 }
 """Options that documents name and that are not kvtiers' own."""

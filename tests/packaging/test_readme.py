@@ -1,5 +1,6 @@
 """What README and the pages say to install can be installed, and runs the README's configuration."""
 
+import json
 import re
 import shlex
 import sys
@@ -12,10 +13,26 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     path
-    for pattern in ("*.md", "docs/**/*.md", "*/*/README.md", "core/*.md", "replay/*.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "docs/*.ipynb",
+        "*/*/README.md",
+        "integrations/**/README.md",
+        "core/*.md",
+        "replay/*.md",
+    )
     for path in ROOT.glob(pattern)
     if ".venv" not in path.parts
 ]
+
+
+def text_of(page):
+    """Return what a reader sees of a page, or of a notebook."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
 
 
 def test_the_readme_s_first_installation_works_from_a_clone_and_reads_its_configuration(tmp_path, command):
@@ -33,10 +50,9 @@ def test_the_readme_s_first_installation_works_from_a_clone_and_reads_its_config
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_command_of_a_page_that_installs_kvtiers_finds_it_before_there_is_a_release(page, wheels):
-    for line in re.findall(r"^pip install [^\n]*kvtiers[^\n]*$", page.read_text(encoding="utf-8"), re.MULTILINE):
-        if "once 0.1 is released" in line:
-            continue
-        words = shlex.split(line, comments=True)
-        assert words[2:4] == ["--find-links", "wheels"], line
-        named = {re.split(r"[\[<>=]", word)[0] for word in words[4:]}
-        assert {name for name in named if name.startswith("kvtiers")} <= set(wheels), line
+    for line in re.findall(r"^(?:RUN )?(pip install .+)|`(pip install [^`\n]+)`", text_of(page), re.MULTILINE):
+        words = shlex.split("".join(line), comments=True)
+        named = {re.split(r"[\[<>=]", word)[0] for word in words[2:]}
+        if ours := {name for name in named if name.startswith("kvtiers")}:
+            assert re.search(r" --find-links /?wheels ", " ".join(words)), line
+            assert ours <= set(wheels), line

@@ -138,7 +138,9 @@ def __getattr__(name: str) -> Any:
     if name in _OF_COMPANIONS:
         module, requirement = _OF_COMPANIONS[name]
         if find_spec(module.partition(".")[0]) is None:
-            raise AttributeError(f"kvtiers.{name} comes with a companion: pip install {requirement!r}")
+            raise AttributeError(
+                f"kvtiers.{name} comes with a companion: pip install --find-links wheels {requirement!r}"
+            )
         return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -221,7 +221,7 @@ def _find(group: str, name: str, what: str) -> EntryPoint:
         known = sorted({entry.name for entry in entries})
         others = _distributions(group)
         if name in others:
-            where = f"comes with {others[name]}, which is not installed: pip install {others[name]}"
+            where = f"comes with {others[name]}, which is not installed: pip install --find-links wheels {others[name]}"
             raise TierPluginError(f"{what} {name!r} {where}")
         installed = f"Installed {_plural(what)}: {', '.join(known)}." if known else f"No {what} is installed."
         hint = did_you_mean(name, {*known, *others})

@@ -70,7 +70,7 @@ def test_a_tier_that_pays_is_in_the_yaml_which_loads(usual):
     assert usual.chosen.pays
     text = starter_yaml(usual)
     assert "type: fs" in text
-    assert "# pip install kvtiers-fs" in text
+    assert "# pip install --find-links wheels kvtiers-fs" in text
     config = load_config(yaml.safe_load(text))
     assert config.secondary[0].capacity >= usual.chosen.size
 

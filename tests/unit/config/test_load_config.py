@@ -219,7 +219,7 @@ def test_policies_that_are_not_installed_are_a_line_each_that_says_what_to_insta
     )
     tier = {"type": "fs", "path": str(tmp_path), "capacity": "1GiB", "admission": "expected-reuse"}
     primary = {"capacity": "1GiB", "eviction": "turn-hazard"}
-    comes = "comes with kvtiers-policies, which is not installed: pip install kvtiers-policies"
+    comes = "comes with kvtiers-policies, which is not installed: pip install --find-links wheels kvtiers-policies"
     assert problems({"version": 1, "primary": primary, "secondary": [tier], "what_if": True}) == [
         f"config: primary.eviction: eviction policy 'turn-hazard' {comes}",
         f"config: secondary[0] (fs): admission: admission policy 'expected-reuse' {comes}",

@@ -195,7 +195,8 @@ def test_an_unknown_type_is_refused_with_the_closest_and_all_that_are_installed(
 def test_a_type_of_a_distribution_that_belongs_to_this_one_says_what_to_install(monkeypatch):
     monkeypatch.setattr(plugins, "_installed", lambda _: [])
     assert refusal("redis") == (
-        "tier type 'redis' comes with kvtiers-redis, which is not installed: pip install kvtiers-redis"
+        "tier type 'redis' comes with kvtiers-redis, which is not installed: "
+        "pip install --find-links wheels kvtiers-redis"
     )
     assert refusal("rediss") == "unknown tier type 'rediss'. Did you mean 'redis'? No tier type is installed."
 
@@ -298,5 +299,6 @@ def test_a_companion_that_is_not_installed_is_named(monkeypatch):
     refused = CliRunner().invoke(cli, ["replay", "--help"])
     assert refused.exit_code == 2
     assert refused.stderr == (
-        "error: the command 'replay' comes with kvtiers-replay, which is not installed: pip install 'kvtiers[replay]'\n"
+        "error: the command 'replay' comes with kvtiers-replay, which is not installed: "
+        "pip install --find-links wheels 'kvtiers[replay]'\n"
     )

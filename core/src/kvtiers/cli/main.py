@@ -85,7 +85,7 @@ class LazyGroup(click.Group):
             extra = COMPANIONS[cmd_name]
             raise TierPluginError(
                 f"the command {cmd_name!r} comes with kvtiers-{extra}, which is not installed: "
-                f"pip install 'kvtiers[{extra}]'"
+                f"pip install --find-links wheels 'kvtiers[{extra}]'"
             )
         else:
             return None

@@ -264,7 +264,9 @@ def _read_trace(path: str) -> tuple[list[Sequence[bytes]], int]:
     try:  # a companion, which core does not import
         reader = importlib.import_module("kvtiers_replay.trace")
     except ImportError:
-        raise ConfigError("--trace is read by kvtiers-replay: pip install 'kvtiers[replay]'") from None
+        raise ConfigError(
+            "--trace is read by kvtiers-replay: pip install --find-links wheels 'kvtiers[replay]'"
+        ) from None
     workload = reader.read_trace(path)
     return [request.block_hashes for request in reversed(workload.requests)], workload.tokens_per_block
 

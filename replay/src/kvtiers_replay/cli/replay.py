@@ -253,7 +253,9 @@ def default_config() -> OffloadConfig:
     """Return a primary alone, or with a memory tier below it where that is installed."""
     with contextlib.suppress(ConfigError):
         return load_config(DEFAULT_CONFIG | {"secondary": [MEMORY_TIER]})
-    click.echo("no tier below the primary: give a --config, or pip install kvtiers-example", err=True)
+    click.echo(
+        "no tier below the primary: give a --config, or pip install --find-links wheels kvtiers-example", err=True
+    )
     return load_config(DEFAULT_CONFIG)
 
 

@@ -28,10 +28,18 @@ def starter_yaml(evaluation: Evaluation) -> str:
     if chosen.tier.link == "disk":
         all_of_it = config_size(share * engines)
         room = f"; of {whole}: give engines that share the folder {all_of_it} together" if engines > 1 else ""
-    return "\n".join([*lines, "secondary:", f"  - {{{tier}}}   # pip install {chosen.tier.install}{room}"]) + "\n"
+    return (
+        "\n".join(
+            [*lines, "secondary:", f"  - {{{tier}}}   # pip install --find-links wheels {chosen.tier.install}{room}"]
+        )
+        + "\n"
+    )
 
 
 def start_line(evaluation: Evaluation) -> str:
     """Return the commands that use the config in vLLM."""
     plugin = f" {evaluation.chosen.tier.install}" if evaluation.chosen else ""
-    return f'pip install "kvtiers[vllm]"{plugin}\nkvtiers check tiers.yaml\nKVTIERS_CONFIG=tiers.yaml vllm serve MODEL'
+    return (
+        f'pip install --find-links wheels "kvtiers[vllm]"{plugin}   # until 0.1 is released: `make wheels` in a clone\n'
+        "kvtiers check tiers.yaml\nKVTIERS_CONFIG=tiers.yaml vllm serve MODEL"
+    )

@@ -138,7 +138,9 @@ def test_without_any_tier_installed_the_code_workload_runs_on_the_primary_alone(
         [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "no tier below the primary: give a --config, or pip install kvtiers-example" in done.stderr
+    assert (
+        "no tier below the primary: give a --config, or pip install --find-links wheels kvtiers-example" in done.stderr
+    )
     assert set(json.loads(done.stdout)["hits"]) == {"primary"}
 
 
