@@ -34,8 +34,7 @@ class PooledPrimaryTier(CPUPrimaryTier):
 
     def figures(self) -> dict[str, int]:
         """Return the primary's figures, with whether there is a keeper now."""
-        self.pool = PoolState.HELD if self._loan.has_keeper else PoolState.ALONE
-        return super().figures()
+        return super().figures() | {"pool": int(PoolState.HELD if self._loan.has_keeper else PoolState.ALONE)}
 
     def complete_store(self, rows: Sequence[int], success: bool, *, readers: int = 0) -> list[OffloadKey]:
         """End a GPU store, and publish what became readable."""

@@ -76,7 +76,7 @@ class CPUPrimaryTier:
             shape = f"{view.ndim}-D, {len(view)} items of {view.itemsize} bytes"
             raise ValueError(f"expected a flat view of {num_rows} rows of {row_stride} bytes, got {shape}")
         self.row_stride = row_stride
-        self.pool = pool
+        self._pool = pool
         self._view = view
         self._rows = RowTable(num_rows)
         self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
@@ -198,7 +198,7 @@ class CPUPrimaryTier:
             "kept_over_share": sum(hints.over_share for hints in kept),
             "kept_given_up": sum(hints.given_up for hints in kept),
             "misuse": rows.misuse,
-            "pool": int(self.pool),
+            "pool": int(self._pool),
         }
 
     def lookup(self, key: OffloadKey) -> LookupResult:
