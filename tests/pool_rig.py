@@ -133,6 +133,23 @@ class PoolEngine:
         self.loan.close()
 
 
+@contextlib.contextmanager
+def sleeping():
+    """A process that is there until the end of the block."""
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def watch(engine, rank, process):
+    pidfd = os.pidfd_open(process.pid)
+    engine.loan.watch(rank, pidfd)
+    os.close(pidfd)
+
+
 class ServiceManager:
     """What systemd does with a service's descriptors: it keeps those that it is sent, by name, and passes them on."""
 

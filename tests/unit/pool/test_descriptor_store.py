@@ -1,19 +1,27 @@
 """A pool's memory in the service manager's descriptor store: what the next keeper takes back, and what never."""
 
-import contextlib
 import logging
 import mmap
 import os
 import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
-from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, ServiceManager, chain, wait_until
+from tests.pool_rig import (
+    LAYOUT,
+    PREFIX,
+    KeeperThread,
+    PoolEngine,
+    ServiceManager,
+    chain,
+    sleeping,
+    wait_until,
+    watch,
+)
 
 from kvtiers.api import StartError
 from kvtiers.pool import descriptor_store as store_module
-from kvtiers.pool import keeper as keeper_module
+from kvtiers.pool import keeper_memory
 from kvtiers.pool import loan as loan_module
 from kvtiers.pool.descriptor_store import DescriptorStore, descriptor_store
 from kvtiers.pool.loan import pool_figures
@@ -77,23 +85,6 @@ def end(path, engine):
     engine.close()
     wait_until(lambda: not pool_figures(str(path))["lent"], "it is not taken back")
     return rows
-
-
-@contextlib.contextmanager
-def sleeping():
-    """A process that is there until the end of the block."""
-    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def watch(engine, rank, process):
-    pidfd = os.pidfd_open(process.pid)
-    engine.loan.watch(rank, pidfd)
-    os.close(pidfd)
 
 
 def kept(manager, name):
@@ -234,7 +225,7 @@ def test_memory_with_other_pages_is_let_go_in_a_line(path, manager, start, caplo
     start()
     leave(path)
     start().stop()
-    monkeypatch.setattr(keeper_module, "HUGE_PAGE_BYTES", {"off": 8192})  # as if these were asked for
+    monkeypatch.setattr(keeper_memory, "HUGE_PAGE_BYTES", {"off": 8192})  # as if these were asked for
     start()
     assert found(path) == {}
     assert "is let go: it has 400KiB in pages of 4KiB, and 400KiB in pages of 8KiB are asked for" in caplog.text
@@ -401,12 +392,14 @@ def test_the_process_of_an_engine_that_has_given_up_is_not_kept(path, manager, s
     wait_until(lambda: manager.names() == MEMORY, "it is kept")
 
 
-def test_a_keeper_goes_on_without_its_service_manager(path, manager, start, caplog, monkeypatch):
-    keeper = start()
-    monkeypatch.setattr(keeper.keeper._kept._store, "_address", manager.address + "-not")
+def test_a_keeper_goes_on_without_its_service_manager(path, manager, start, caplog):
+    start()
+    place = Path(manager.address)
+    hidden = place.rename(place.with_name("not"))
     leave(path)
     assert found(path)
     assert "the service manager cannot be told" in caplog.text
+    hidden.rename(place)
 
 
 def test_a_service_manager_that_takes_nothing_is_waited_for_once(tmp_path, monkeypatch, caplog):

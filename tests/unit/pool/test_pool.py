@@ -1,21 +1,23 @@
 """A pool: what the next engine finds, what it never finds, and who gets the memory when."""
 
+import contextlib
 import logging
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
-from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, wait_until
+from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, sleeping, wait_until, watch
 
 from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.pool import arena as arena_module
 from kvtiers.pool import loan as loan_module
-from kvtiers.pool.keeper import Keeper
+from kvtiers.pool.arena import Arena
+from kvtiers.pool.descriptor_store import DescriptorStore
+from kvtiers.pool.keeper_memory import KeeperMemory
+from kvtiers.pool.kept import KeptMemory
 from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import PoolLoan, clear_pool, is_served, pool_figures
 from kvtiers.pool.memory import Index, Plane, Shape, residents
@@ -35,13 +37,13 @@ def path(tmp_path):
 @pytest.fixture
 def slow(monkeypatch):
     """An event that each piece of a keeper's check waits for."""
-    damaged_of, over = Keeper._damaged_of, threading.Event()
+    damaged_of, over = Arena.damaged_of, threading.Event()
 
-    def wait_first(keeper, rows):
+    def wait_first(arena, rows):
         over.wait(60)
-        return damaged_of(keeper, rows)
+        return damaged_of(arena, rows)
 
-    monkeypatch.setattr(Keeper, "_damaged_of", wait_first)
+    monkeypatch.setattr(Arena, "damaged_of", wait_first)
     return over
 
 
@@ -176,15 +178,15 @@ def test_a_chunk_whose_bytes_have_changed_is_not_found(path, keeper, caplog):
 
 def test_a_row_that_is_leased_again_while_it_is_hashed_is_not_published(path, monkeypatch):
     """The planted bug is the keeper that looks at the edition before hashing alone."""
-    hashed = Keeper._hashed
+    hash_row = Arena.hash
 
-    def slow(keeper, chunks):
-        digests = hashed(keeper, chunks)
-        if not keeper.counts["published"]:
-            engine.loan.renew([row for row, _ in chunks[:5]])
-        return digests
+    def leased_again(arena, row, key):
+        digest = hash_row(arena, row, key)
+        if key in KEYS[:5]:
+            engine.loan.renew([row])
+        return digest
 
-    monkeypatch.setattr(Keeper, "_hashed", slow)
+    monkeypatch.setattr(Arena, "hash", leased_again)
     keeper = KeeperThread(path, SIZE)
     engine = PoolEngine(path)
     rows = engine.store(KEYS)
@@ -267,49 +269,57 @@ def test_a_start_that_may_wait_for_no_other_engine_still_hears_the_keeper_out(pa
 
 def test_memory_is_taken_back_after_the_last_rank_has_ended(path, keeper):
     engine = stored(path, KEYS)
-    rank = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    gone = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    for number, process in enumerate((rank, gone)):
-        pidfd = os.pidfd_open(process.pid)
-        engine.loan.watch(number, pidfd)
-        os.close(pidfd)
-    engine.loan.unwatch(1)
-    figures_when(keeper, processes=[{"pid": os.getpid(), "rank": -1}, {"pid": rank.pid, "rank": 0}])
-    engine.close()
-    wait_until(lambda: keeper.figures()["watched"] == 1, "it waits for others, or for none")
-    assert keeper.figures()["checked"] == 0, "its copies may go on"
-    rank.send_signal(signal.SIGKILL)
-    figures_when(keeper, checked=30, checking=False)
-    for process in (rank, gone):
-        process.kill()
-        process.wait()
+    with sleeping() as rank, sleeping() as gone:
+        for number, process in enumerate((rank, gone)):
+            watch(engine, number, process)
+        engine.loan.unwatch(1)
+        figures_when(keeper, processes=[{"pid": os.getpid(), "rank": -1}, {"pid": rank.pid, "rank": 0}])
+        engine.close()
+        wait_until(lambda: keeper.figures()["watched"] == 1, "it waits for others, or for none")
+        assert keeper.figures()["checked"] == 0, "its copies may go on"
+        rank.kill()
+        figures_when(keeper, checked=30, checking=False)
 
 
 def test_a_rank_that_leaves_and_comes_back_is_watched(path, keeper):
     engine = stored(path, KEYS)
-    ranks = [subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) for _ in range(20)]
-    for rank in ranks:
-        pidfd = os.pidfd_open(rank.pid)
-        engine.loan.unwatch(0)
-        engine.loan.watch(0, pidfd)
-        os.close(pidfd)
-    for rank in ranks[:-1]:
-        rank.kill()
-        rank.wait()
-    engine.close()
-    wait_until(lambda: keeper.figures()["watched"] == 1, "the last one is not watched")
-    assert keeper.figures()["checked"] == 0
-    ranks[-1].kill()
-    ranks[-1].wait()
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(sleeping()) for _ in range(20)]
+        for rank in ranks:
+            engine.loan.unwatch(0)
+            watch(engine, 0, rank)
+        for rank in ranks[:-1]:
+            rank.kill()
+            rank.wait()
+        engine.close()
+        wait_until(lambda: keeper.figures()["watched"] == 1, "the last one is not watched")
+        assert keeper.figures()["checked"] == 0
     figures_when(keeper, checked=30, checking=False)
 
 
-def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of_the_next(path, keeper):
-    engine = stored(path, KEYS)
-    (peer,) = [peer for peer in keeper.keeper._peers if peer is keeper.keeper._engine]
-    keeper.keeper._on_exit(peer, -1)  # as by an event of a descriptor that has been closed since
-    assert keeper.figures()["watched"] == 1
-    engine.close()
+def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of_the_next(path, keeper, monkeypatch):
+    """The keeper sees both at once: that another process is this rank now, and that the one before has ended."""
+    hash_row, is_held, over = Arena.hash, threading.Event(), threading.Event()
+
+    def held(*chunk):
+        is_held.set()
+        over.wait(60)
+        return hash_row(*chunk)
+
+    engine = PoolEngine(path)
+    with sleeping() as before, sleeping() as rank:
+        watch(engine, 0, before)
+        figures_when(keeper, watched=2)
+        monkeypatch.setattr(Arena, "hash", held)
+        engine.store(KEYS[:1])
+        assert is_held.wait(60)
+        watch(engine, 0, rank)
+        before.kill()
+        before.wait()
+        over.set()
+        wait_until(engine.is_published, "it is not published")
+        figures_when(keeper, processes=[{"pid": os.getpid(), "rank": -1}, {"pid": rank.pid, "rank": 0}])
+        engine.close()
 
 
 def test_an_engine_that_lost_a_keeper_which_lives_comes_back_to_it_by_another_connection(path, keeper):
@@ -338,6 +348,14 @@ def test_memory_that_was_made_meanwhile_and_lent_to_nobody_is_given_up_for_an_en
     assert keeper.figures()["chunks"] == 30
     engine.close()
     keeper.stop()
+
+
+def test_memory_that_is_given_up_while_it_is_populated_may_be_told_of_its_progress():
+    memory = KeeperMemory(SIZE, "off", KeptMemory(DescriptorStore()), lambda: None)
+    memory.make()
+    memory.drop()
+    assert not memory.populate(), "as by an event of a descriptor that has been closed since"
+    memory.close()
 
 
 def test_an_engine_without_descriptors_for_a_while_is_an_engine_without_a_keeper_for_a_while(path, monkeypatch):
@@ -441,6 +459,17 @@ def test_an_engine_of_another_format_is_refused_in_a_line(path, keeper, monkeypa
     monkeypatch.setattr(loan_module, "POOL_FORMAT", 99)
     with pytest.raises(StartError, match="its format is 99, the keeper's 1; run the same kvtiers in both"):
         PoolLoan.take(str(path), PREFIX, LAYOUT, 5)
+
+
+def test_an_engine_for_which_no_descriptor_is_to_be_had_is_refused_and_the_next_one_is_not(path, keeper, monkeypatch):
+    def none(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(arena_module, "open_again", none)
+        with pytest.raises(StartError, match="Too many open files"):
+            PoolEngine(path)
+    stored(path, KEYS).close()
 
 
 def test_a_row_that_does_not_fit_is_refused_in_a_line(path, keeper):

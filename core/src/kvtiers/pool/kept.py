@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvtiers.api import StartError
-from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.pool.arena import Arena
 from kvtiers.pool.descriptor_store import DescriptorStore
 from kvtiers.pool.messages import POOL_FORMAT, Hello, decode_request, encode
 from kvtiers.region.memfd import create_memfd
@@ -30,8 +30,7 @@ _ROWS, _INDEX, _PLANE, _HELLO, _PROCESS = (_OURS + name for name in ("rows", "in
 class KeptArena(NamedTuple):
     """The descriptors of index and plane, and what they are for."""
 
-    index_fd: int
-    plane_fd: int
+    fds: tuple[int, int]
     hello: Hello
 
 
@@ -64,7 +63,7 @@ class KeptMemory:
             hello = decode_request(os.pread(fd, os.fstat(fd).st_size, 0))
             if not isinstance(hello, Hello) or hello.format != POOL_FORMAT:
                 raise StartError(f"it is of another format than {POOL_FORMAT}")
-            arena = KeptArena(self._found[_INDEX], self._found[_PLANE], hello)
+            arena = KeptArena((self._found[_INDEX], self._found[_PLANE]), hello)
         processes = {name.removeprefix(_PROCESS): fd for name, fd in self._found.items() if name.startswith(_PROCESS)}
         return Kept(self._found[_ROWS], arena, {int(rank): pidfd for rank, pidfd in processes.items()})
 
@@ -90,20 +89,20 @@ class KeptMemory:
         """Have nothing kept from now on that a keeper could use."""
         self._store.drop(_ROWS)
 
-    def keep_arena(self, index: int, plane: int, prefix: str, layout: CacheLayout) -> None:
-        """Have an arena kept, by the descriptors of its index and its plane."""
+    def keep_arena(self, arena: Arena) -> None:
+        """Have this arena kept."""
         self.drop_arena()
-        self._store.keep(_INDEX, index)
-        self._store.keep(_PLANE, plane)
-        self.name_arena(prefix, layout)
+        self._store.keep(_INDEX, arena.index.fd)
+        self._store.keep(_PLANE, arena.plane.fd)
+        self.name_arena(arena)
 
     def drop_arena(self) -> None:
         """Let the arena that is kept count for nothing, until ``name_arena`` or ``keep_arena``."""
         self._store.drop(_HELLO)
 
-    def name_arena(self, prefix: str, layout: CacheLayout) -> None:
-        """Have it kept what the arena is for."""
-        hello = encode(Hello(POOL_FORMAT, prefix, layout.to_json()))
+    def name_arena(self, arena: Arena) -> None:
+        """Have it kept what this arena is for."""
+        hello = encode(Hello(POOL_FORMAT, arena.shape.prefix, arena.layout.to_json()))
         fd = create_memfd("kvtiers-pool-hello", len(hello))
         try:
             os.pwrite(fd, hello, 0)
