@@ -1,8 +1,11 @@
-"""``kvtiers store bump``: the record is written first, what it retires is deleted, and nothing else is."""
+"""``kvtiers store bump``: the record is written first, what it retires is deleted, in a pool, too; nothing else is."""
 
 import json
+import os
+import socket
 
 import pytest
+from tests.pool_rig import KeeperThread, PoolEngine, chain, wait_until
 
 from kvtiers.layout.namespace_epoch import read_epoch
 from kvtiers_fs.config import FsConfig
@@ -28,6 +31,19 @@ def store(tmp_path, layout):
 @pytest.fixture
 def fs(tmp_path, layout):
     return f"{{type: fs, name: disk, path: {tmp_path}/values, capacity: 1GiB, min_free: 0, layout: {layout}}}"
+
+
+@pytest.fixture
+def pool(tmp_path):
+    """A keeper's socket, where the config of these tests looks for a pool."""
+    keeper = KeeperThread(tmp_path / "pool.sock", 1 << 20)
+    yield keeper.path
+    keeper.stop()
+
+
+@pytest.fixture
+def pooled(config, fs, tmp_path):
+    return config(fs, capacity=f"1MiB, pool: {tmp_path}/pool.sock")
 
 
 def fill(store):
@@ -86,3 +102,47 @@ def test_a_namespace_that_cannot_be_one_is_one_line(run, config, fs):
     result = run("store", "bump", "--config", config(fs), "--namespace", "../prod")
     assert result.exit_code == 2
     assert "namespace '../prod' cannot be used" in result.stderr
+
+
+def test_after_a_bump_the_next_engine_finds_nothing_in_the_pool_either(run, pooled, fs, store, pool):
+    engine = PoolEngine(pool)
+    engine.store(chain(1, 3))
+    wait_until(engine.is_published, "it is not published")
+    engine.close()
+    wait_until(lambda: "no engine has it" in run("pool", "status", "--socket", str(pool)).stdout, "it is not back")
+    result = run("store", "bump", "--config", pooled)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "pool: 3 chunks forgotten; each other pool needs its own 'kvtiers pool clear'\n" in result.stdout
+    engine = PoolEngine(pool)
+    assert engine.tier.chunks == 0
+    engine.close()
+
+
+def test_a_pool_that_an_engine_has_is_not_cleared_which_is_an_error_behind_the_bump(run, pooled, fs, store, pool):
+    fill(store)
+    engine = PoolEngine(pool)
+    engine.store(chain(1, 3))
+    result = run("store", "bump", "--config", pooled)
+    assert result.exit_code == 1
+    assert f"error: pool: an engine has its memory (process {os.getpid()})" in result.stderr
+    assert f"end the engines, then run 'kvtiers pool clear --socket {pool}'" in result.stderr
+    assert "disk: namespace 'default' bumped; deleted: 301 values" in result.stdout
+    result = run("store", "bump", "--config", pooled, "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["tiers"]) == (1, {"disk": {"values": 0, "bytes": 0}})
+    assert "an engine has its memory" in report["pool"]["error"]
+    assert engine.check() == 3
+    engine.close()
+
+
+def test_on_a_machine_without_the_pool_a_bump_says_so_and_is_done(run, pooled, fs, store, tmp_path):
+    result = run("store", "bump", "--config", pooled, "--json")
+    assert result.exit_code == 0
+    path = tmp_path / "pool.sock"
+    assert result.stderr.startswith(f"warning: pool: no keeper at {path} here;")
+    assert json.loads(result.stdout)["pool"] == {"chunks": None}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:  # a keeper's: the next one may have its chunks
+        dead.bind(str(path))
+    result = run("store", "bump", "--config", pooled)
+    assert result.exit_code == 1
+    assert f"error: pool: no keeper serves at {path}: Connection refused" in result.stderr
