@@ -23,7 +23,8 @@ from kvtiers.pool import keeper as keeper_module
 from kvtiers.pool.descriptor_store import DescriptorStore
 from kvtiers.pool.keeper import Keeper
 from kvtiers.pool.listening import listen
-from kvtiers.pool.loan import PoolLoan, pool_figures
+from kvtiers.pool.loan import PoolLoan
+from kvtiers.pool.loan import pool_figures as asked_figures
 from kvtiers.pool.memory import Index, Plane
 from kvtiers.primary.pooled import PooledPrimaryTier
 from kvtiers.region.memfd import map_memory
@@ -39,6 +40,11 @@ def wait_until(condition, what):
     while not condition():
         assert time.monotonic() < until, what
         time.sleep(0.002)
+
+
+def pool_figures(path):
+    """The keeper's figures, however late a busy machine lets it answer."""
+    return asked_figures(str(path), PATIENCE)
 
 
 def chain(prompt, count):
@@ -260,7 +266,7 @@ class KeeperThread:
         self._thread.start()
 
     def figures(self):
-        return pool_figures(str(self.path))
+        return pool_figures(self.path)
 
     def stop(self):
         self.keeper.stop()

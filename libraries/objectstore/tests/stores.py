@@ -120,7 +120,7 @@ class StoreTests(OpenedStores):
 
     @pytest.mark.parametrize("method", ["GET", "PUT"])
     def test_the_parts_of_a_value_are_moved_at_the_same_time(self, opened, config, between, through, method):
-        store = opened(config(**through(between), part_size=self.part))
+        store = opened(config(**through(between), part_size=self.part, timeout="30s"))
         source = value(1, 2 * self.part)
         if method == "GET":
             store.write("a/b", source)
@@ -131,7 +131,7 @@ class StoreTests(OpenedStores):
                 parts.append(request.path)
                 if len(parts) == 2:
                     second.set()
-                waited.append(second.wait(9))  # the request's own time is 10 s
+                waited.append(second.wait(25))  # the request's own time is 30 s
 
         between.script = hold_until_two_are_there
         if method == "PUT":

@@ -43,11 +43,11 @@ def _kill_at_random(forks, path, policy):
             keeper = forks.start("keep", path, size, 60.0, 0)
             assert engine.publish(), "what it has is lost"
         engine.kill()
-        figures = pool_figures(str(path))
+        figures = pool_figures(path)
         assert figures["damaged"] == 0, "an entry counted for bytes that changed"
         engine = forks.start("live", path, policy, kill)
         engine.wait_for(1)
-        found = max(found, pool_figures(str(path))["checked"])
+        found = max(found, pool_figures(path)["checked"])
     engine.kill()
     auditor = PoolEngine(path, policy=policy)
     assert auditor.check() > 0
@@ -158,7 +158,7 @@ def _leave(engine, manager):
 
 def _is_idle(path):
     with contextlib.suppress(StartError):
-        figures = pool_figures(str(path))
+        figures = pool_figures(path)
         return not figures["lent"] and not figures["checking"]
     return False
 

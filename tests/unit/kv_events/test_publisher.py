@@ -62,12 +62,12 @@ def hold(publisher, monkeypatch, send=None):
 
     def held(number, batch):
         holds.set()
-        go_on.wait(20)
+        go_on.wait(60)
         publish(number, batch)
 
     monkeypatch.setattr(publisher._sockets, "publish", held)
     (send or publisher.cleared)()
-    assert holds.wait(20)
+    assert holds.wait(60)
     return go_on
 
 
@@ -338,7 +338,7 @@ def test_no_call_of_the_engines_thread_waits_for_the_publishers(opened, monkeypa
     go_on = hold(publisher, monkeypatch)
     calls = threading.Thread(target=lambda: [publisher.take([stored(number)]) for number in range(5000)])
     calls.start()
-    calls.join(20)
+    calls.join(50)
     assert not calls.is_alive()
     assert publisher.report()["waiting_blocks"] == 1000
     go_on.set()

@@ -14,6 +14,7 @@ from tests.pool_rig import (
     PoolEngine,
     ServiceManager,
     chain,
+    pool_figures,
     sleeping,
     wait_until,
     watch,
@@ -24,7 +25,6 @@ from kvtiers.pool import descriptor_store as store_module
 from kvtiers.pool import keeper_memory
 from kvtiers.pool import loan as loan_module
 from kvtiers.pool.descriptor_store import DescriptorStore, descriptor_store
-from kvtiers.pool.loan import pool_figures
 from kvtiers.pool.memory import Index, Plane, Shape
 from kvtiers.pool.messages import POOL_FORMAT, Hello, Status, encode
 from kvtiers.region.memfd import create_memfd
@@ -83,7 +83,7 @@ def end(path, engine):
     """End an engine, until the keeper has its memory back; return which chunk was in which row."""
     rows = dict(engine.tier._row_of)
     engine.close()
-    wait_until(lambda: not pool_figures(str(path))["lent"], "it is not taken back")
+    wait_until(lambda: not pool_figures(path)["lent"], "it is not taken back")
     return rows
 
 

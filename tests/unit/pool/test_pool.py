@@ -236,7 +236,7 @@ def test_who_gives_up_just_when_it_is_lent_the_memory_has_it_no_longer(path, kee
         patched.setattr(PoolLoan, "__init__", refused)
         with pytest.raises(StartError, match="given up"):
             PoolEngine(path)
-    engine = PoolEngine(path, deadline=5)
+    engine = PoolEngine(path)
     assert keeper.figures()["engines"] == 2
     engine.close()
 
