@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from kvtiers._process import receive_fds
@@ -43,8 +44,9 @@ def wait_until(condition, what):
 
 
 def pool_figures(path):
-    """The keeper's figures, however late a busy machine lets it answer."""
-    return asked_figures(str(path), PATIENCE)
+    """The keeper's figures, with those of its first part, however late a busy machine lets it answer."""
+    figures = asked_figures(str(path), PATIENCE)
+    return {**figures["parts"][0], **figures}
 
 
 def chain(prompt, count):
@@ -90,11 +92,21 @@ class PoolEngine:
 
     def load(self, keys):
         """Load the leading chunks that are there; return how many. WrongBytesError if one is not what it was."""
+        self.await_checks(keys)
         count = self.tier.ready_run(keys)
         if rows := self.tier.prepare_load(keys[:count], "a request") or []:
             self.compare(keys[:count], rows)
             self.tier.complete_load(rows)
         return count
+
+    def await_checks(self, keys):
+        """Wait until the chunks of others that are among these have been checked."""
+
+        def are_checked():
+            self.tier.poll()
+            return not self.tier.resident_run(keys)[1]
+
+        wait_until(are_checked, "the chunks of others are not checked")
 
     def compare(self, keys, rows):
         for key, row in zip(keys, rows, strict=True):
@@ -108,8 +120,9 @@ class PoolEngine:
 
     def is_published(self):
         """Whether the index has all chunks that are readable here."""
-        has, now = self.loan._index.editions, self.loan._plane.editions
-        return all(has[row] == now[row] for row in self.tier._row_of.values() if self.tier._rows.state[row] >= 0)
+        has, now, state = self.loan._index.editions, self.loan._plane.editions, self.tier._rows.state
+        rows = [row for row in self.tier._row_of.values() if row in self.loan.own and state[row] >= 0]
+        return all(has[row] == now[row] for row in rows)
 
     def live(self, chance):
         """Do one thing that an engine does."""
@@ -257,11 +270,11 @@ main()
 class KeeperThread:
     """A keeper in this process. ``manager``: a ``ServiceManager``."""
 
-    def __init__(self, path, size, handover=0.0, manager=None):
+    def __init__(self, path, size, handover=0.0, manager=None, parts=1):
         self.path = path
         self._listener = listen(path)
         store = manager.store() if manager is not None else None
-        self.keeper = Keeper(self._listener, size, handover=handover, store=store)
+        self.keeper = Keeper(self._listener, size, parts, handover=handover, store=store)
         self._thread = threading.Thread(target=self.keeper.serve)
         self._thread.start()
 
@@ -355,7 +368,7 @@ class Fork:
         return told
 
 
-def _keep(sock, kept, path, size, handover, kill_at, manager="", names=""):
+def _keep(sock, kept, path, size, handover, kill_at, parts, manager="", names=""):
     """Be a keeper, which is killed before the so many-th line of the pool's code that it executes (0: never)."""
     left = int(kill_at)
 
@@ -372,7 +385,7 @@ def _keep(sock, kept, path, size, handover, kill_at, manager="", names=""):
 
     listener = listen(Path(path))
     store = DescriptorStore(manager, zip(names.split(":"), kept, strict=False))
-    keeper = Keeper(listener, int(size), handover=float(handover), store=store)
+    keeper = Keeper(listener, int(size), int(parts), handover=float(handover), store=store)
     if left:
         sys.settrace(call)
     sock.sendall(b".")
@@ -435,10 +448,10 @@ def main():
         what, *rest = data.decode().split()
         try:
             {"keep": _keep, "live": _live}[what](sock, fds[1:], *rest)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 -- the process ends
+            traceback.print_exc()
             with contextlib.suppress(OSError):
                 sock.sendall(b"!")
-            raise
         finally:
             os._exit(1)
 

@@ -80,10 +80,13 @@ class EngineLifecycle:
     def write_start_line(self, way_in: str) -> None:
         """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
         region = self._region
-        size = format_size(region.num_rows * region.row_stride)
+        size = format_size(self._primary.num_rows * region.row_stride)
+        if self._loan is not None:
+            is_part = self._primary.num_rows < region.num_rows
+            size += f" of a pool of {format_size(self._loan.nbytes)}" if is_part else " of a pool"
         facts = StartFacts(
             way_in,
-            f"{size}{' of a pool' if self._loan else ''} in {region.num_rows} rows {rows_in_words(self._layout)}",
+            f"{size} in {self._primary.num_rows} rows {rows_in_words(self._layout)}",
             self._namespace,
             self._names.fingerprint,
             shared=is_shared(self._layout.model),

@@ -127,7 +127,7 @@ def open_manager(
         publisher = _publisher(config, layout, engine.naming, undo)
         tracing = _tracing(config, layout, engine_id, undo)
         options = partial(_tiering_options, prior=prior_seconds_per_token(layout), estimate=engine.prefill_seconds)
-        what_if = _what_if(config, region, layout)  # last: nothing below starts a thread, which can fail
+        what_if = _what_if(config, primary, layout)  # last: nothing below starts a thread, which can fail
         manager = TieringManager(
             engine_id,
             primary,
@@ -311,12 +311,12 @@ def _tracing(
     return writer
 
 
-def _what_if(config: OffloadConfig, region: OffloadRegion, layout: CacheLayout) -> ShadowSide | None:
+def _what_if(config: OffloadConfig, primary: CPUPrimaryTier, layout: CacheLayout) -> ShadowSide | None:
     """Return shadow caches, of the group by which prompts are measured."""
     if not config.what_if:
         return None
     shadows = load_class(SHADOW_GROUP, "what-if", "shadow cache")
-    opened: ShadowSide = shadows.of_engine(config, layout, region.num_rows, region.row_stride)
+    opened: ShadowSide = shadows.of_engine(config, layout, primary.num_rows, primary.row_stride)
     return opened
 
 

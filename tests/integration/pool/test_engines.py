@@ -27,6 +27,14 @@ def keeper(tmp_path):
     running.stop()
 
 
+@pytest.fixture
+def shared(tmp_path):
+    """A keeper for two engines."""
+    running = KeeperThread(tmp_path / "pool.sock", 1 << 20, parts=2)
+    yield running
+    running.stop()
+
+
 @contextlib.contextmanager
 def running(config, layout=LAYOUT, **options):
     """An engine of one rank: its manager, its worker and its only KV tensor."""
@@ -161,3 +169,35 @@ def test_memory_is_prepared_ahead_only_where_there_is_no_keeper(keeper):
         assert engine[0].stats()["primary"]["rows"] == (1 << 20) // LAYOUT.row_stride
     with pytest.raises(StartError, match="released or used"):
         memory.take()
+
+
+@pytest.mark.parametrize("admission", ["all", "second_access"])
+def test_of_engines_at_work_one_loads_what_the_other_stored_and_its_tier_is_not_asked(shared, tmp_path, admission):
+    where = {"type": "fs", "path": str(tmp_path / "fs"), "capacity": "16MiB", "min_free": 0, "required": True}
+    settings = config(shared, {**where, "admission": admission})
+    with running(settings) as one, running(settings) as other:
+        store(*one)
+        is_published(shared)
+        step_until(other[0], lambda: other[0].stats()["primary"]["pending_rows"] == 0)
+        for _ in range(2):
+            other[2][:] = 0
+            load(*other)
+        step_until(other[0], lambda: not other[0].has_pending_work())
+        tiers = [manager.stats()["tiers"]["fs"] for manager, *_ in (one, other)]
+        assert [tier["loaded_chunks"] for tier in tiers] == [0, 0]
+        assert [tier["stored_chunks"] for tier in tiers] == ([8, 0] if admission == "all" else [0, 8])
+        assert other[0].stats()["primary"]["free_rows"] == other[0].stats()["primary"]["rows"]
+        for manager, *_ in (one, other):
+            assert manager.stats()["engine"]["misuse"] == manager.stats()["primary"]["misuse"] == 0
+
+
+def test_an_engine_goes_on_without_the_one_that_it_shares_with(shared):
+    with running(config(shared)) as other:
+        with running(config(shared)) as one:
+            store(*one)
+            is_published(shared)
+            load(*other)
+        other[2][:] = 0
+        load(*other)
+        with running(config(shared)) as third:
+            load(*third)

@@ -174,12 +174,19 @@ def test_without_a_keeper_the_status_is_one_line(tmp_path):
 
 
 def test_a_status_says_what_is_waited_for():
-    figures = {
-        "bytes": 1 << 30, "populated": True, "checking": False, "populate_seconds": 0.25, "holds": "", "lent": True,
-        "engine": 7, "engine_connected": False, "watched": 2, "waiting": [8, 9], "published": 0, "published_late": 0,
-        "checked": 0, "engines": 1, "damaged": 0, "processes": [{"pid": 20, "rank": -3}, {"pid": 21, "rank": 0}],
+    part = {
+        "checking": False, "chunks": 5, "holds": "", "lent": True, "engine": 7, "engine_connected": False, "watched": 2,
+        "processes": [{"pid": 20, "rank": -3}, {"pid": 21, "rank": 0}],
     }  # fmt: skip
-    assert status_lines(figures)[1:7] == [
+    whole = {
+        "bytes": 1 << 30, "populated": True, "populate_seconds": 0.25, "rows": 0, "row_bytes": 0, "chunks": 5,
+        "waiting": [8, 9], "published": 0, "published_late": 0, "checked": 0, "engines": 1, "damaged": 0,
+    }  # fmt: skip
+
+    def lines(*parts, **more):
+        return status_lines({**whole, **more, "parts": [{**part, **each} for each in parts]})
+
+    assert lines({})[1:7] == [
         "process 7 had it; not all of its processes have ended yet",
         "process 20 has it, a tier host",
         "process 21 has it, rank 0",
@@ -187,14 +194,18 @@ def test_a_status_says_what_is_waited_for():
         "process 9 waits for it",
         "0 chunks published, 0 too late: their rows were taken again",
     ]
-    assert "lsof" in status_lines({**figures, "processes": []})[2]
-    hidden = {"engine": 0, "waiting": [0], "processes": [{"pid": 0, "rank": -3}, {"pid": 0, "rank": 0}]}
-    assert status_lines({**figures, **hidden, "engine_connected": True})[1:5] == [
+    assert "lsof" in lines({"processes": []})[2]
+    hidden = {"engine": 0, "processes": [{"pid": 0, "rank": -3}, {"pid": 0, "rank": 0}]}
+    assert lines({**hidden, "engine_connected": True}, waiting=[0])[1:5] == [
         "a process of another PID namespace has it",
         "a process of another PID namespace has it, a tier host",
         "a process of another PID namespace has it, rank 0",
         "a process of another PID namespace waits for it",
     ]
-    assert status_lines({**figures, "lent": False})[1] == "no engine has it"
-    assert status_lines({**figures, "checking": True})[1] == "its rows are being checked"
-    assert status_lines({**figures, "populated": False}) == ["1GiB, not populated yet"]
+    assert lines({"lent": False})[1] == "no engine has it"
+    assert lines({"checking": True})[1] == "its rows are being checked"
+    assert lines({}, populated=False) == ["1GiB, not populated yet"]
+    assert lines({"lent": False}, {"engine_connected": True, "processes": []})[1:3] == [
+        "part 1, 5 chunks: no engine has it",
+        "part 2, 5 chunks: process 7 has it",
+    ]

@@ -136,9 +136,9 @@ def test_an_entry_of_which_a_part_was_written_is_not_found(path, manager, start)
     start()
     rows = leave(path)
     start().stop()
-    shape = Shape(ROWS, LAYOUT.row_stride, PREFIX)
+    shape = Shape(ROWS, LAYOUT.row_stride)
     index = Index(os.dup(kept(manager, "kvtiers-index")), shape, writable=True)
-    plane = Plane(os.dup(kept(manager, "kvtiers-plane")), ROWS, writable=True)
+    plane = Plane(os.dup(kept(manager, "kvtiers-plane")), shape, writable=True)
     first, second = (next(row for row in range(at, ROWS) if row not in rows.values()) for at in (0, 60))
     plane.renew([first, second])
     index.editions[first] = plane.edition(first)
@@ -267,7 +267,7 @@ def test_an_engine_that_lives_on_keeps_its_memory_from_others(path, manager, sta
     engine = PoolEngine(path)
     engine.store(KEYS)
     wait_until(engine.is_published, "it is not published")
-    assert manager.names() == sorted([*MEMORY, "kvtiers-process--1"])
+    assert manager.names() == sorted([*MEMORY, "kvtiers-process-0--1"])
     with engine.loan._sending:  # it comes late
         keeper = start()
         wait_until(lambda: keeper.figures()["engine"] == os.getpid(), "it is not known who has it")
@@ -283,7 +283,7 @@ def test_an_engine_that_lives_on_keeps_its_memory_from_others(path, manager, sta
     assert manager.names() == MEMORY
 
 
-@pytest.mark.parametrize(("name", "nbytes"), [("kvtiers-plane", 12 * ROWS), ("kvtiers-index", 4096 + 128 * ROWS)])
+@pytest.mark.parametrize(("name", "nbytes"), [("kvtiers-plane", 14 * ROWS), ("kvtiers-index", (1 << 14) + 128 * ROWS)])
 def test_an_engine_that_lives_on_knows_better_than_what_was_kept(path, manager, start, name, nbytes):
     """Else the keeper watches a plane that nobody writes: a row leased again while it is hashed has an entry."""
     start()
@@ -293,7 +293,7 @@ def test_an_engine_that_lives_on_knows_better_than_what_was_kept(path, manager, 
     start().stop()
     other = bytearray(nbytes)
     if name == "kvtiers-index":
-        other[:56] = Shape(ROWS, LAYOUT.row_stride, PREFIX).head()
+        other[:32] = Shape(ROWS, LAYOUT.row_stride).head()
     replace(manager, name, memory_of(bytes(other)))
     keeper = start()
     wait_until(lambda: keeper.figures()["engine_connected"], "the memory is not brought")
@@ -321,7 +321,7 @@ def test_the_processes_of_an_engine_that_lives_on_are_those_that_it_names(path, 
         processes = [{"pid": os.getpid(), "rank": -1}, {"pid": rank.pid, "rank": 0}]
         assert keeper.figures()["processes"] == processes
         keeper.stop()
-        manager.remove("kvtiers-process--1")
+        manager.remove("kvtiers-process-0--1")
         engine.close()
         keeper = start()
         assert keeper.figures()["processes"] == processes[1:]
@@ -337,7 +337,7 @@ def test_memory_of_an_engine_that_ended_without_a_keeper_is_lent_after_the_last_
         wait_until(lambda: keeper.figures()["watched"] == 2, "the rank is not watched")
         keeper.stop()
         engine.close()
-        manager.remove("kvtiers-process--1")  # the engine's own process, as it were
+        manager.remove("kvtiers-process-0--1")  # the engine's own process, as it were
         keeper = start()
         figures = keeper.figures()
         assert figures | {"lent": True, "engine": 0, "processes": [{"pid": rank.pid, "rank": 0}]} == figures
@@ -354,7 +354,7 @@ def test_memory_that_somebody_unknown_has_open_is_not_lent(path, manager, start)
     rows = engine.loan.take_rows()
     keeper.stop()
     engine.close()
-    manager.remove("kvtiers-process--1")
+    manager.remove("kvtiers-process-0--1")
     keeper = start()
     with pytest.raises(StartError, match="the engine of another keeper has its memory"):
         PoolEngine(path, deadline=0.1)

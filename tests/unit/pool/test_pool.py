@@ -4,23 +4,28 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import socket
 import threading
 
+import numpy as np
 import pytest
-from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, sleeping, wait_until, watch
+from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, pool_figures, sleeping, wait_until, watch
 
 from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.pool import arena as arena_module
+from kvtiers.pool import keeper_memory
 from kvtiers.pool import loan as loan_module
 from kvtiers.pool.arena import Arena
+from kvtiers.pool.chunk_hash import ChunkHash
 from kvtiers.pool.descriptor_store import DescriptorStore
 from kvtiers.pool.keeper_memory import KeeperMemory
 from kvtiers.pool.kept import KeptMemory
 from kvtiers.pool.listening import listen
-from kvtiers.pool.loan import PoolLoan, clear_pool, is_served, pool_figures
+from kvtiers.pool.loan import PoolLoan, clear_pool, is_served
 from kvtiers.pool.memory import Index, Plane, Shape, residents
+from kvtiers.pool.messages import Welcome, send
 from kvtiers.primary.tier import PoolState
 from kvtiers.testing.running import descriptors_left_since, open_descriptors
 
@@ -39,9 +44,9 @@ def slow(monkeypatch):
     """An event that each piece of a keeper's check waits for."""
     damaged_of, over = Arena.damaged_of, threading.Event()
 
-    def wait_first(arena, rows):
+    def wait_first(arena, part, rows):
         over.wait(60)
-        return damaged_of(arena, rows)
+        return damaged_of(arena, part, rows)
 
     monkeypatch.setattr(Arena, "damaged_of", wait_first)
     return over
@@ -178,15 +183,15 @@ def test_a_chunk_whose_bytes_have_changed_is_not_found(path, keeper, caplog):
 
 def test_a_row_that_is_leased_again_while_it_is_hashed_is_not_published(path, monkeypatch):
     """The planted bug is the keeper that looks at the edition before hashing alone."""
-    hash_row = Arena.hash
+    hash_row = ChunkHash.__call__
 
-    def leased_again(arena, row, key):
-        digest = hash_row(arena, row, key)
+    def leased_again(chunk_hash, row, key):
+        digest = hash_row(chunk_hash, row, key)
         if key in KEYS[:5]:
             engine.loan.renew([row])
         return digest
 
-    monkeypatch.setattr(Arena, "hash", leased_again)
+    monkeypatch.setattr(ChunkHash, "__call__", leased_again)
     keeper = KeeperThread(path, SIZE)
     engine = PoolEngine(path)
     rows = engine.store(KEYS)
@@ -299,7 +304,7 @@ def test_a_rank_that_leaves_and_comes_back_is_watched(path, keeper):
 
 def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of_the_next(path, keeper, monkeypatch):
     """The keeper sees both at once: that another process is this rank now, and that the one before has ended."""
-    hash_row, is_held, over = Arena.hash, threading.Event(), threading.Event()
+    hash_row, is_held, over = ChunkHash.__call__, threading.Event(), threading.Event()
 
     def held(*chunk):
         is_held.set()
@@ -310,7 +315,7 @@ def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of
     with sleeping() as before, sleeping() as rank:
         watch(engine, 0, before)
         figures_when(keeper, watched=2)
-        monkeypatch.setattr(Arena, "hash", held)
+        monkeypatch.setattr(ChunkHash, "__call__", held)
         engine.store(KEYS[:1])
         assert is_held.wait(60)
         watch(engine, 0, rank)
@@ -351,7 +356,7 @@ def test_memory_that_was_made_meanwhile_and_lent_to_nobody_is_given_up_for_an_en
 
 
 def test_memory_that_is_given_up_while_it_is_populated_may_be_told_of_its_progress():
-    memory = KeeperMemory(SIZE, "off", KeptMemory(DescriptorStore()), lambda: None)
+    memory = KeeperMemory(SIZE, 1, "off", KeptMemory(DescriptorStore()), lambda: None)
     memory.make()
     memory.drop()
     assert not memory.populate(), "as by an event of a descriptor that has been closed since"
@@ -457,7 +462,7 @@ def test_who_sends_what_it_may_not_is_sent_away_and_the_keeper_serves_on(path, k
 
 def test_an_engine_of_another_format_is_refused_in_a_line(path, keeper, monkeypatch):
     monkeypatch.setattr(loan_module, "POOL_FORMAT", 99)
-    with pytest.raises(StartError, match="its format is 99, the keeper's 1; run the same kvtiers in both"):
+    with pytest.raises(StartError, match="its format is 99, the keeper's 2; run the same kvtiers in both"):
         PoolLoan.take(str(path), PREFIX, LAYOUT, 5)
 
 
@@ -487,7 +492,7 @@ def test_a_dead_keepers_socket_is_replaced_and_a_living_ones_is_not(path, keeper
     keeper._listener.close()  # as by SIGKILL: the socket stays
     assert not is_served(str(path))
     with pytest.raises(StartError, match=r"no keeper serves at .*: Connection refused; start one"):
-        pool_figures(str(path))
+        pool_figures(path)
     listen(path).close()
 
 
@@ -540,11 +545,11 @@ def test_nothing_is_left_behind(path):
 # -- the memory
 
 
-SHAPE = Shape(50, 4096, "default/m-1/")
+SHAPE = Shape(50, 4096)
 
 
 def test_an_entry_counts_with_its_edition_alone():
-    index, plane = Index.create(SHAPE), Plane(Plane.create(50).fd, 50, writable=True)
+    index, plane = Index.create(SHAPE), Plane.create(SHAPE)
     plane.renew([3, 4])
     index.write(3, plane.edition(3), b"three-", b"3" * 16)
     index.write(4, plane.edition(4) + 1, b"four-", b"4" * 16)
@@ -558,7 +563,7 @@ def test_an_entry_counts_with_its_edition_alone():
 
 
 def test_a_edition_that_has_gone_round_is_never_zero():
-    plane = Plane(Plane.create(50).fd, 50, writable=True)
+    plane = Plane.create(SHAPE)
     plane.editions[7] = 2**32 - 1
     plane.renew([7])
     assert plane.edition(7) == 1
@@ -566,22 +571,118 @@ def test_a_edition_that_has_gone_round_is_never_zero():
 
 
 def test_a_prefix_longer_than_a_use_has_depths_keeps_its_order_within_the_use():
-    plane = Plane(Plane.create(5000).fd, 5000, writable=True)
+    plane = Plane.create(Shape(5000, 4096))
     plane.use(list(range(5000)))
     plane.use([1])
     assert plane.uses[0] < plane.uses[4999] < plane.uses[1]
     plane.close()
 
 
-def test_an_index_of_other_rows_is_refused_and_one_of_another_prefix_is_emptied():
-    index, plane = Index.create(SHAPE), Plane(Plane.create(50).fd, 50, writable=True)
-    plane.renew([3])
-    index.write(3, 1, b"three-", b"3" * 16)
-    with pytest.raises(StartError, match="other rows"):
-        Index(os.dup(index.fd), SHAPE._replace(num_rows=49), writable=True)
-    with pytest.raises(StartError, match="other rows"):
-        Index(os.dup(index.fd), SHAPE._replace(prefix="default/m-2/"), writable=False)
-    renamed = Index(os.dup(index.fd), SHAPE._replace(prefix="default/m-2/"), writable=True)
-    assert not renamed.editions.any()
-    for each in (renamed, index, plane):
-        each.close()
+def test_an_index_of_other_rows_is_refused():
+    index = Index.create(SHAPE)
+    for other in (SHAPE._replace(num_rows=49), SHAPE._replace(row_stride=8192), SHAPE._replace(parts=2)):
+        with pytest.raises(StartError, match="other rows"):
+            Index(os.dup(index.fd), other, writable=True)
+    index.close()
+
+
+def test_a_part_of_another_prefix_is_emptied_and_the_others_stay():
+    shape = SHAPE._replace(parts=2)
+    index = Index.create(shape)
+    for row in (3, 30):
+        index.write(row, 1, b"three-", b"3" * 16)
+    index.rename(1, "default/m-2/")
+    assert np.flatnonzero(index.editions).tolist() == [3]
+    assert [index.prefix(part) for part in (0, 1)] == [(0, ""), (1, "default/m-2/")]
+    with pytest.raises(StartError, match="a prefix of 2000 bytes"):
+        index.rename(0, "x" * 2000)
+    index.close()
+
+
+def test_memory_that_could_not_be_taken_over_whole_is_nobody_elses_while_its_engine_has_it(path, monkeypatch):
+    keeper = KeeperThread(path, SIZE)
+    engine = stored(path, KEYS)
+    keeper.stop()
+    with monkeypatch.context() as patched:
+        patched.setattr(KeptMemory, "keep_rows", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+        keeper = KeeperThread(path, SIZE, handover=60)
+        wait_until(lambda: engine.loan._refused_at != (0, 0), "it is not refused")
+    with pytest.raises(StartError, match="has its memory"):
+        PoolEngine(path, in_use_seconds=0.1, deadline=0.2)
+    engine.store(chain(2, 30))
+    engine.close()
+    engine = PoolEngine(path)
+    assert engine.check() == 30
+    engine.close()
+    keeper.stop()
+
+
+def test_a_keeper_that_can_start_no_thread_hashes_by_itself(path, monkeypatch):
+    def none(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(keeper_memory.ThreadPoolExecutor, "submit", none)
+    keeper = KeeperThread(path, SIZE)
+    stored(path, KEYS).close()
+    engine = PoolEngine(path)
+    assert engine.check() == 30
+    engine.close()
+    keeper.stop()
+
+
+def test_memory_whose_populating_was_killed_is_an_error():
+    memory = KeeperMemory(64 << 20, 1, "off", KeptMemory(DescriptorStore()), lambda: None)
+    memory.make()
+    os.kill(memory.prefault.pid, signal.SIGKILL)
+    with pytest.raises(StartError, match=r"its memory cannot be populated: .*; lower --size, or make room"):
+        wait_until(memory.populate, "it does not end")
+    memory.close()
+
+
+def test_a_stray_word_among_the_last_uses_does_not_stop_the_next_engine(path, keeper):
+    engine = stored(path, KEYS)
+    engine.loan._plane.uses[5] = 2**64 - 1
+    engine.close()
+    engine = PoolEngine(path)
+    engine.store(chain(2, 20))
+    assert engine.check() == 50
+    engine.close()
+
+
+def test_keys_that_are_too_long_are_not_published_and_cost_no_connection(path, keeper):
+    engine = PoolEngine(path)
+    engine.loan.publish([bytes(2000)] * 80, range(80))
+    engine.store(KEYS)
+    wait_until(engine.is_published, "it is not published")
+    assert keeper.figures() | {"published": 30, "published_late": 0, "engines": 1} == keeper.figures()
+    engine.close()
+
+
+def test_an_engine_that_lost_its_keeper_a_moment_ago_gives_the_memory_back_at_its_end(path, keeper):
+    engine = stored(path, KEYS, look_seconds=60)
+    engine.loan._lose("as by a keeper that took nothing for a while")
+    engine.close()
+    figures_when(keeper, lent=False)
+
+
+def test_descriptors_of_an_answer_that_cannot_be_used_are_closed():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = open_descriptors()
+    send(theirs, Welcome(1, 4096, 4096, 0, 1), [0, 1])
+    with pytest.raises(StartError, match="out of place"):
+        loan_module._welcome(ours, 5, 5)
+    assert not descriptors_left_since(before)
+    ours.close()
+    theirs.close()
+
+
+def test_a_keeper_that_is_stopped_with_a_full_backlog_is_alive(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stopped, contextlib.ExitStack() as callers:
+        stopped.bind(str(path))
+        stopped.listen(0)
+        for _ in range(3):
+            caller = callers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            caller.setblocking(False)
+            caller.connect_ex(str(path))
+        with pytest.raises(StartError, match="another keeper serves there"):
+            listen(path)

@@ -13,6 +13,7 @@ from kvtiers.api import StartError
 from kvtiers.api.units import format_size, parse_size
 from kvtiers.pool.keeper import serve as serve_pool
 from kvtiers.pool.loan import clear_pool, pool_figures
+from kvtiers.pool.memory import MOST_PARTS
 from kvtiers.region.handshake import process_name
 from kvtiers.region.memfd import HugePages
 
@@ -46,6 +47,13 @@ socket, which has the same size from then on, whatever its --size.
 Exit status: 0 after SIGTERM or Ctrl-C, 2 if the memory or the socket cannot be had."""
 )
 @click.option("--size", required=True, metavar="SIZE", help="Memory for chunks, as 256GiB.")
+@click.option(
+    "--engines",
+    type=click.IntRange(1, MOST_PARTS),
+    default=1,
+    show_default=True,
+    help="Engines at a time. Each stores in its part of the memory, and loads from all of it.",
+)
 @_at
 @click.option(
     "--huge-pages",
@@ -54,8 +62,8 @@ Exit status: 0 after SIGTERM or Ctrl-C, 2 if the memory or the socket cannot be 
     show_default=True,
     help="Huge pages, which the administrator has to reserve.",
 )
-def serve(size: str, path: str, huge_pages: HugePages) -> None:
-    """Hold a pool's memory, for one engine at a time, until SIGTERM."""
+def serve(size: str, engines: int, path: str, huge_pages: HugePages) -> None:
+    """Hold a pool's memory, for one engine or several at a time, until SIGTERM."""
     try:
         nbytes = parse_size(size)
     except ValueError as error:
@@ -63,7 +71,7 @@ def serve(size: str, path: str, huge_pages: HugePages) -> None:
     if nbytes < 1:
         raise click.BadParameter("expected at least a byte", param_hint="'--size'")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    serve_pool(Path(path), nbytes, huge_pages=huge_pages)
+    serve_pool(Path(path), nbytes, engines, huge_pages=huge_pages)
 
 
 @pool.command(
@@ -103,19 +111,14 @@ def status_lines(figures: dict[str, Any]) -> list[str]:
     if not figures["populated"]:
         return [f"{format_size(figures['bytes'])}, not populated yet"]
     lines = [f"{format_size(figures['bytes'])} of memory, populated in {figures['populate_seconds']:.1f} s"]
-    if figures["holds"]:
+    if figures["rows"]:
+        names = sorted({part["holds"].rstrip("/") for part in figures["parts"] if part["holds"]})
         rows = f"{figures['rows']} rows of {format_size(figures['row_bytes'])}"
-        lines.append(f"{figures['chunks']} chunks in {rows}, of {figures['holds'].rstrip('/')}")
-    if figures["checking"]:
-        lines.append("its rows are being checked")
-    elif not figures["lent"]:
-        lines.append("no engine has it")
-    elif figures["engine_connected"]:
-        lines.append(f"{process_name(figures['engine'])} has it")
-        lines += _others(figures["processes"])
-    else:
-        lines.append(f"{process_name(figures['engine'])} had it; not all of its processes have ended yet")
-        lines += _others(figures["processes"]) or [_UNKNOWN]
+        lines.append(f"{figures['chunks']} chunks in {rows}, of {', '.join(names)}")
+    is_one = len(figures["parts"]) == 1
+    for number, part in enumerate(figures["parts"], 1):
+        title = "" if is_one else f"part {number}, {part['chunks']} chunks: "
+        lines += [f"{title}{line}" for line in _part_lines(part)]
     lines += [f"{process_name(pid)} waits for it" for pid in figures["waiting"]]
     lines.append(
         f"{figures['published']} chunks published, {figures['published_late']} too late: their rows were taken again"
@@ -125,6 +128,19 @@ def status_lines(figures: dict[str, Any]) -> list[str]:
         f"{figures['damaged']} damaged"
     )
     return lines
+
+
+def _part_lines(part: dict[str, Any]) -> list[str]:
+    """Return lines for the processes that have a part."""
+    if part["checking"]:
+        return ["its rows are being checked"]
+    if not part["lent"]:
+        return ["no engine has it"]
+    others = _others(part["processes"])
+    if part["engine_connected"]:
+        return [f"{process_name(part['engine'])} has it", *others]
+    ended = f"{process_name(part['engine'])} had it; not all of its processes have ended yet"
+    return [ended, *(others or [_UNKNOWN])]
 
 
 def _others(processes: Sequence[dict[str, int]]) -> list[str]:

@@ -1,83 +1,85 @@
-"""What a pool's rows hold, as the keeper has it: one model's chunks, by the index and the plane of the rows.
+"""What a pool's rows hold, as the keeper has it: chunks of these sizes, by the index and the plane of the rows.
 
-Another model, layout or namespace gets another arena in the same rows; a new prefix alone (other weights) renames it.
+Chunks of other sizes get another arena in the same rows. Of the same sizes, each part has those of one prefix.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
-from kvtiers.api import OffloadKey
-from kvtiers.api.keys import group_of
 from kvtiers.layout.cache_layout import CacheLayout
-from kvtiers.layout.seal import PayloadHash
-from kvtiers.layout.storage_name import StorageNames
-from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Rows, Shape, counting, open_again
+from kvtiers.pool.chunk_hash import ChunkHash
+from kvtiers.pool.memory import Index, Plane, Rows, Shape, counting, open_again
 
 __all__ = ["Arena"]
 
 
 class Arena:
-    """Index and plane of these rows, for chunks of this layout whose names have this prefix.
+    """Index and plane of these rows, in so many parts, for chunks of this layout's sizes.
 
     ``fds``: index and plane, which stay the caller's, of one that is there, else it is made; StartError if they are of
     other rows.
     """
 
-    def __init__(self, rows: Rows, prefix: str, layout: CacheLayout, fds: Sequence[int] = ()) -> None:
+    def __init__(self, rows: Rows, parts: int, layout: CacheLayout, fds: Sequence[int] = ()) -> None:
         self._rows = rows
         self.layout = layout
-        self.shape = shape = Shape(rows.nbytes // layout.row_stride, layout.row_stride, prefix)
+        self.shape = shape = Shape(rows.nbytes // layout.row_stride, layout.row_stride, parts)
         if not fds:
-            self.index, self.plane = Index.create(shape), Plane.create(shape.num_rows)
+            self.index, self.plane = Index.create(shape), Plane.create(shape)
             return
         index, plane = fds
         with contextlib.ExitStack() as undo:
             self.index = Index(open_again(index, os.O_RDWR), shape, writable=True)
             undo.callback(self.index.close)
-            self.plane = Plane(open_again(plane, os.O_RDWR), shape.num_rows, writable=False)
+            self.plane = Plane(open_again(plane, os.O_RDWR), shape, writable=True)
             undo.pop_all()
+
+    def is_for(self, layout: CacheLayout) -> bool:
+        """Return whether chunks of this layout have the sizes of these."""
+        return _sizes(layout) == _sizes(self.layout)
 
     def has(self, fds: Sequence[int]) -> bool:
         """Return whether these are descriptors of its index and its plane."""
         return all(map(os.path.sameopenfile, (self.index.fd, self.plane.fd), fds))
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[Sequence[int]]:
+    def lent(self, part: int) -> Iterator[Sequence[int]]:
         """Open the descriptors that an engine gets, until the end of the block: rows, index to read, and plane."""
         with contextlib.ExitStack() as closing:
-            rows = self._rows.lend()
+            rows = self._rows.lend(part)
             closing.callback(os.close, rows)
             index = open_again(self.index.fd, os.O_RDONLY)
             closing.callback(os.close, index)
             yield rows, index, self.plane.fd
 
-    def rename(self, prefix: str) -> None:
-        """Forget all chunks: those of another prefix follow."""
-        self.shape = self.shape._replace(prefix=prefix)
-        self.index.rename(self.shape)
+    def prefix(self, part: int) -> str:
+        """Return what the names of a part's chunks begin with; "" if it never had one."""
+        return self.index.prefix(part)[1]
 
-    def counting(self) -> list[int]:
-        """Return the rows whose entries count."""
-        return counting(self.index, self.plane)
+    def rename(self, part: int, prefix: str) -> None:
+        """Forget a part's chunks, unless their names have this prefix: those to come have it."""
+        if prefix != self.prefix(part):
+            self.index.rename(part, prefix)
 
-    def payload_bytes(self, key: OffloadKey) -> int:
-        """Return how many bytes of a row this key's chunk has; 0 if it can be none of this layout."""
-        group = group_of(key) if 4 < len(key) <= LONGEST_KEY else len(self.layout.groups)
-        return self.layout.payload_bytes(group) if group < len(self.layout.groups) else 0
+    def counting(self, part: int) -> list[int]:
+        """Return the rows of a part whose entries count."""
+        return counting(self.index, self.plane, self.shape.rows_of(part))
 
-    def hash(self, row: int, key: OffloadKey) -> bytes:
-        """Return the hash of a row's chunk, as its seal in a store has it: over storage name and payload."""
-        at = row * self.shape.row_stride
-        whole = PayloadHash(StorageNames(self.shape.prefix, b"").name(key))
-        whole.update(self._rows.mapping.view[at : at + self.payload_bytes(key)])
-        return whole.digest()
+    def chunk_hash(self, part: int) -> ChunkHash:
+        """Return what hashes a part's chunks."""
+        return ChunkHash(self.prefix(part), self.layout, self._rows.mapping.view)
 
-    def damaged_of(self, rows: Sequence[int]) -> list[int]:
+    def damaged_of(self, part: int, rows: Sequence[int]) -> list[int]:
         """Return those of these rows, whose entries count, that hold other bytes than those that were hashed."""
-        return [row for row in rows if self.hash(row, self.index.key(row)) != self.index.digest(row)]
+        hashed = self.chunk_hash(part)
+        return [row for row in rows if hashed(row, self.index.key(row)) != self.index.digest(row)]
 
     def close(self) -> None:
         """Close index and plane."""
         self.index.close()
         self.plane.close()
+
+
+def _sizes(layout: CacheLayout) -> tuple[int, list[int]]:
+    return layout.row_stride, [layout.payload_bytes(group) for group in range(len(layout.groups))]

@@ -1,13 +1,13 @@
-"""The keeper of a pool: the process that holds the memory, writes its index, and lends it to one engine at a time.
+"""The keeper of a pool: the process that holds the memory, writes its index, and lends each part to an engine.
 
 ::
 
     no memory --> free --> lent --> reclaiming --> checking --> free
 
-    reclaiming  its engine's connection has ended; processes that had the memory have not yet
-    checking    all of them have; each row that an entry counts for is hashed again
+    reclaiming  its engine's connection has ended; processes that had the part have not yet
+    checking    all of them have; each of its rows that an entry counts for is hashed again
 
-A keeper whose memory was kept by the service manager begins with reclaiming: whoever had it may have it still.
+A keeper whose memory was kept by the service manager begins with reclaiming: whoever had a part may have it still.
 
 Who had the memory is told by the kernel: each loan is a descriptor of its own of the rows, with a lock on it that is
 there as long as any process has it open or mapped, ranks and tier hosts alike. A GPU's copies may go on a little
@@ -23,16 +23,17 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtiers.api import KvtiersError, StartError
+from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.pool.descriptor_store import DescriptorStore, descriptor_store
 from kvtiers.pool.keeper_memory import KeeperMemory
 from kvtiers.pool.kept import KeptMemory
 from kvtiers.pool.listening import listen
+from kvtiers.pool.memory import MOST_PARTS
 from kvtiers.pool.messages import (
     POOL_FORMAT,
     Clear,
@@ -63,8 +64,6 @@ _log = logging.getLogger("kvtiers.pool")
 HANDOVER_SECONDS = 2.0  # engines look for their next keeper more often, but for one whose interpreter is held
 _OTHER_MEMORY = "this keeper has other memory by now"
 _LOOK_SECONDS = 0.01  # how often a loan that nobody is known to hold is looked at
-_UNUSABLE = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, OSError, KvtiersError)
-"""What a message may raise, whatever is in it. It must not end the keeper."""
 _PAUSE_SECONDS = 0.005
 _READ = selectors.EVENT_READ
 
@@ -72,7 +71,8 @@ _READ = selectors.EVENT_READ
 class Keeper:
     """Serves one pool until ``stop``. ``size``: bytes for rows, made and populated unless an engine brings some.
 
-    ``handover``: how many seconds an engine that has the memory of the keeper before this one has to bring it.
+    ``parts``: how many engines there may be at a time. ``handover``: how many seconds an engine that has the memory of
+    the keeper before this one has to bring it.
     ``store``: has the memory of a keeper before this one, and is given this one's.
     """
 
@@ -80,6 +80,7 @@ class Keeper:
         self,
         listener: socket.socket,
         size: int,
+        parts: int = 1,
         *,
         huge_pages: HugePages = "off",
         handover: float = HANDOVER_SECONDS,
@@ -87,10 +88,10 @@ class Keeper:
     ) -> None:
         self._listener = listener
         self._handover = handover
-        self._memory = KeeperMemory(size, huge_pages, KeptMemory(store or DescriptorStore()), self._wake)
-        self._engine: Peer | None = None
-        """Has the memory, or had it, and is not known to have it no longer."""
-        self._engines = 0
+        self._memory = KeeperMemory(size, parts, huge_pages, KeptMemory(store or DescriptorStore()), self._wake)
+        self._engines: dict[int, Peer] = {}
+        """By part: who has it, or had it, and is not known to have it no longer."""
+        self._admitted = 0
         self._peers: list[Peer] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -115,7 +116,7 @@ class Keeper:
             self._take_back()
             memory_from = time.monotonic() + self._handover
             while not self._stopping:
-                due = [_LOOK_SECONDS] if self._engine is not None and self._engine.has_left else []
+                due = [_LOOK_SECONDS] if any(engine.has_left for engine in self._engines.values()) else []
                 if memory.rows is None and memory.prefault is None:
                     if (left := memory_from - time.monotonic()) <= 0:
                         self._make_memory()
@@ -124,7 +125,7 @@ class Keeper:
                 for key, _ in self._selector.select(min(due, default=None)):
                     key.data()
                 self._reclaim()
-                memory.end_check()
+                memory.end_checks()
                 self._admit_next()
         finally:
             self._close()
@@ -149,35 +150,58 @@ class Keeper:
         memory = self._memory
         try:
             if (kept := memory.kept.found()) is not None:
-                before = Peer(self._selector, pid_of(kept.processes[-1]) if -1 in kept.processes else 0)
-                self._peers.append(before)
-                for rank, pidfd in kept.processes.items():
-                    self._watch_process(before, rank, os.dup(pidfd))
                 memory.take_back(kept)
-                self._engine = before  # it, or somebody unknown, may have it still
+                for part in range(memory.parts):  # its engine, or somebody unknown, may have it still
+                    self._await(part, {rank: fd for (of, rank), fd in kept.processes.items() if of == part})
                 memory.kept.close()
                 return
-        except _UNUSABLE as error:
+        except Exception as error:  # noqa: BLE001 -- nor what was kept
             _log.warning("pool: the memory that the service manager has kept is let go: %s", error)
+            self._engines.clear()
             for peer in list(self._peers):
                 self._forget(peer)
             memory.drop()
         memory.kept.let_go()
 
-    def _adopt(self, prefix: str, layout: CacheLayout, fds: Sequence[int]) -> str:
+    def _await(self, part: int, pidfds: Mapping[int, int]) -> None:
+        """Take it that an engine of another keeper may have this part. ``pidfds``: the caller's, of its processes."""
+        before = Peer(self._selector, pid_of(pidfds[-1]) if -1 in pidfds else 0)
+        before.part = part
+        self._peers.append(before)
+        for rank, pidfd in pidfds.items():
+            self._watch_process(before, rank, os.dup(pidfd))
+        self._engines[part] = before
+
+    def _find_holders(self) -> None:
+        """Take it that an engine of another keeper has each part that is lent, nobody knows to whom."""
+        rows, arena = self._memory.rows, self._memory.arena
+        for part in range(MOST_PARTS if arena is None else self._memory.parts):
+            if rows is not None and part not in self._engines and rows.is_lent(part):
+                self._await(part, {})
+
+    def _adopt(self, part: int, prefix: str, layout: CacheLayout, fds: Sequence[int]) -> str:
         """Take over what an engine brings back of another keeper; return why not, "" if it is done."""
         if len(fds) != 3:
             return "it brings no memory"
-        memory = self._memory
-        if self._engine is not None and memory.has(fds[0]):
-            self._hear_out(self._engine)
-            memory.correct(prefix, layout, fds[1:])
-        elif self._engine is not None or memory.arena is not None:  # it has been lent
+        memory, before = self._memory, self._memory.arena
+        self._find_holders()
+        if memory.has(fds[0]) and part in self._engines:
+            self._hear_out(self._engines[part])
+            memory.correct(layout, fds[1:])
+        elif self._engines or memory.arena is not None:  # it has been lent
             return _OTHER_MEMORY
         else:  # made a moment ago, or about to be: that of an engine is worth more
             if memory.prefault is not None:
                 self._selector.unregister(memory.prefault.fileno())
-            memory.adopt(prefix, layout, fds)
+            memory.adopt(layout, fds)
+        self._find_holders()
+        for other in range(memory.parts):
+            if other != part and other not in self._engines and memory.arena is not before:
+                memory.begin_check(other)  # its engine has ended while there was no keeper
+        if not 0 <= part < memory.parts:
+            return "it brings a part that there is not"
+        assert memory.arena is not None
+        memory.arena.rename(part, prefix)
         return ""
 
     def _hear_out(self, peer: Peer) -> None:
@@ -214,7 +238,7 @@ class Keeper:
                 self._hang_up(peer)
         except BlockingIOError:
             return
-        except _UNUSABLE as error:
+        except Exception as error:  # noqa: BLE001 -- whatever is in a message, it must not end the keeper
             self._refuse(peer, f"what it sent cannot be used: {error}")
         finally:
             for fd in fds:
@@ -230,14 +254,14 @@ class Keeper:
                 self._greet(peer, message, fds)
             case Goodbye() if peer.hello is not None:
                 self._unwatch(peer, -1)
-            case Watch(rank) if peer is self._engine and len(fds) == 1:
+            case Watch(rank) if self._has_part(peer) and len(fds) == 1:
                 self._watch_process(peer, rank, fds.pop())
-            case Unwatch(rank) if peer is self._engine:
+            case Unwatch(rank) if self._has_part(peer):
                 self._unwatch(peer, rank)
-            case Publish(rows, editions, keys) if peer is self._engine:
-                self._memory.publish(rows, editions, keys)
-            case Rename(prefix) if peer is self._engine:
-                self._memory.rename(prefix)
+            case Publish(rows, editions, keys) if self._has_part(peer):
+                self._memory.publish(peer.part, rows, editions, keys)
+            case Rename(prefix) if self._has_part(peer) and self._memory.arena is not None:
+                self._memory.arena.rename(peer.part, prefix)
             case _:
                 self._refuse(peer, "it sent a message out of place")
 
@@ -247,7 +271,7 @@ class Keeper:
                 peer, f"its format is {hello.format}, the keeper's {POOL_FORMAT}; run the same kvtiers in both"
             )
             return
-        peer.hello = hello
+        peer.hello, peer.layout = hello, CacheLayout.from_json(hello.layout)
         assert peer.sock is not None
         try:
             pidfd = peer_pidfd(peer.sock)
@@ -260,62 +284,89 @@ class Keeper:
         self._watch_process(peer, -1, pidfd)
         if not hello.holds:
             return
-        if why := self._adopt(hello.prefix, CacheLayout.from_json(hello.layout), fds[:3]):
+        if why := self._adopt(hello.part, hello.prefix, peer.layout, fds[:3]):
             self._refuse(peer, why)
             return
         for rank, pidfd in zip(hello.watched, fds[3:], strict=False):
             self._watch_process(peer, rank, os.dup(pidfd))
-        self._has_memory(peer)
+        self._take_part(peer, hello.part)
         self._welcome(peer, ())
 
+    def _has_part(self, peer: Peer) -> bool:
+        return self._engines.get(peer.part) is peer
+
     def _waiting(self) -> list[Peer]:
-        """Return the engines that have not got the memory yet, the first one first."""
-        return [peer for peer in self._peers if peer.hello is not None and peer is not self._engine]
+        """Return the engines that have no part yet, the first one first."""
+        return [peer for peer in self._peers if peer.hello is not None and not self._has_part(peer)]
 
     def _admit_next(self) -> None:
         for peer in self._waiting():
-            wait = self._why_wait()
+            self._find_holders()
+            wait = self._why_wait(peer)
             if wait is None:
                 self._admit(peer)
             elif wait != peer.told:
                 peer.told = wait
                 peer.tell(wait)
 
-    def _why_wait(self) -> Wait | None:
-        """Return what the next engine waits for; None if it can have the memory."""
-        if (holder := self._engine) is not None:
-            return Wait(f"{holder.name} has its memory", ends=holder.sock is None and -1 not in holder.pidfds)
-        if self._memory.is_checking:
+    def _why_wait(self, peer: Peer) -> Wait | None:
+        """Return what an engine waits for; None if it can have a part, or be refused."""
+        memory, engines = self._memory, list(self._engines.values())
+        if memory.rows is None:
+            return Wait("it is not populated yet", ends=True)
+        needs_all = memory.arena is None or peer.layout is None or not memory.arena.is_for(peer.layout)
+        if self._free_parts() and not (needs_all and (engines or memory.checks)):
+            return None
+        for holder in engines:
+            if holder.is_leaving:
+                return Wait(f"{holder.name} has its memory", ends=True)
+        if memory.checks:
             return Wait("its rows are being checked", ends=True)
-        return Wait("it is not populated yet", ends=True) if self._memory.rows is None else None
+        if needs_all and memory.arena is not None and self._free_parts():
+            return None
+        has = f"{', '.join(engine.name for engine in engines)} {'has' if len(engines) == 1 else 'have'}"
+        return Wait(f"{has} its memory", ends=False)
+
+    def _free_parts(self) -> list[int]:
+        memory = self._memory
+        return [part for part in range(memory.parts) if part not in self._engines and not memory.is_checking(part)]
 
     def _admit(self, peer: Peer) -> None:
         assert peer.hello is not None
+        assert peer.layout is not None
+        prefix = peer.hello.prefix
         with contextlib.ExitStack() as closing:
             try:
-                arena = self._memory.set_arena(peer.hello.prefix, CacheLayout.from_json(peer.hello.layout))
-                fds = closing.enter_context(arena.lent())
+                arena = self._memory.set_arena(peer.layout, is_lent=bool(self._engines))
+                part = max(self._free_parts(), key=lambda part: self._worth(part, prefix))
+                arena.rename(part, prefix)
+                fds = closing.enter_context(arena.lent(part))
             except StartError as error:
                 self._refuse(peer, str(error))
                 return
-            except _UNUSABLE as error:
+            except Exception as error:  # noqa: BLE001 -- as in a message
                 self._refuse(peer, f"its layout cannot be used: {error}")
                 return
-            self._has_memory(peer)
-            _log.info("pool: lent to %s, with %d chunks", peer.name, len(arena.counting()))
+            self._take_part(peer, part)
+            _log.info("pool: lent to %s, with %d chunks", peer.name, len(arena.counting(part)))
             self._welcome(peer, fds)
 
-    def _has_memory(self, peer: Peer) -> None:
-        """Record that this engine has the memory, or is about to: the processes that it has named, and no others."""
-        before, self._engine = self._engine, peer
+    def _worth(self, part: int, prefix: str) -> int:
+        """Return how many of its chunks an engine finds in a part; others count against it."""
+        arena, chunks = self._memory.arena, len(self._memory.counting(part))
+        return chunks if arena is not None and arena.prefix(part) == prefix else -chunks
+
+    def _take_part(self, peer: Peer, part: int) -> None:
+        """Record that this engine has a part, or is about to: the processes that it has named, and no others."""
+        before, self._engines[part], peer.part = self._engines.get(part), peer, part
         known = before.pidfds if before is not None else {}
         for rank, pidfd in peer.pidfds.items():
             if rank not in known or not are_of_one_process(known[rank], pidfd):
-                self._memory.kept.keep_process(rank, pidfd)
+                self._memory.kept.keep_process(part, rank, pidfd)
         for rank in known.keys() - peer.pidfds.keys():
-            self._memory.kept.drop_process(rank)
+            self._memory.kept.drop_process(part, rank)
         if before is None or before.hello is None:  # else it is the same engine, by another connection
-            self._engines += 1
+            self._admitted += 1
         if before is not None:
             self._forget(before)
 
@@ -325,13 +376,14 @@ class Keeper:
         assert arena is not None
         assert peer.sock is not None
         try:
-            send(peer.sock, Welcome(arena.shape.num_rows, arena.shape.row_stride, rows.nbytes), fds)
+            shape = arena.shape
+            send(peer.sock, Welcome(shape.num_rows, shape.row_stride, rows.nbytes, peer.part, shape.parts), fds)
         except OSError:  # it has given up, and never had the memory by this connection
             if fds:
                 for rank in list(peer.pidfds):
                     self._unwatch(peer, rank)
-                self._engine = None
-                self._engines -= 1
+                del self._engines[peer.part]
+                self._admitted -= 1
             self._hang_up(peer)
 
     def _refuse(self, peer: Peer, reason: str) -> None:
@@ -343,12 +395,12 @@ class Keeper:
 
     def _watch_process(self, peer: Peer, rank: int, pidfd: int) -> None:
         peer.watch(rank, pidfd, lambda: self._on_exit(peer, rank))
-        if peer is self._engine:
-            self._memory.kept.keep_process(rank, pidfd)
+        if self._has_part(peer):
+            self._memory.kept.keep_process(peer.part, rank, pidfd)
 
     def _unwatch(self, peer: Peer, rank: int) -> None:
-        if peer.unwatch(rank) and peer is self._engine:
-            self._memory.kept.drop_process(rank)
+        if peer.unwatch(rank) and self._has_part(peer):
+            self._memory.kept.drop_process(peer.part, rank)
 
     def _on_exit(self, peer: Peer, rank: int) -> None:
         if not peer.has_ended(rank):
@@ -358,9 +410,9 @@ class Keeper:
         self._unwatch(peer, rank)
 
     def _hang_up(self, peer: Peer) -> None:
-        """Close a process's connection. One that has the memory is watched on, until it and its ranks have ended."""
+        """Close a process's connection. One that has a part is watched on, until it and its ranks have ended."""
         peer.hang_up()
-        if peer is not self._engine:
+        if not self._has_part(peer):
             self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
@@ -369,21 +421,22 @@ class Keeper:
         peer.close()
 
     def _reclaim(self) -> None:
-        """Take the memory back once no process has it, and nothing is under way to it; check what is in it."""
-        engine, rows = self._engine, self._memory.rows
-        if engine is not None and engine.has_left and rows is not None and not rows.is_lent():
-            self._engine = None
-            _log.info("pool: %s has ended, and all that had its memory", engine.name)
-            self._forget(engine)
-            self._memory.begin_check()
+        """Take each part back once no process has it, and nothing is under way to it; check what is in it."""
+        rows = self._memory.rows
+        for part, engine in list(self._engines.items()):
+            if engine.has_left and rows is not None and not rows.is_lent(part):
+                del self._engines[part]
+                _log.info("pool: %s has ended, and all that had its memory", engine.name)
+                self._forget(engine)
+                self._memory.begin_check(part)
 
     # Anybody asks.
 
     def _clear(self, peer: Peer) -> None:
         """Forget all chunks, unless an engine may have them: it alone can forget its own."""
-        if self._engine is not None:
-            names = [process_name(each["pid"]) for each in self._engine.processes()]
-            holders = ", ".join(names) or "a process that is not watched"
+        if self._engines:
+            pids = [each["pid"] for engine in self._engines.values() for each in engine.processes()]
+            holders = ", ".join(map(process_name, pids)) or "a process that is not watched"
             self._refuse(peer, f"an engine has its memory ({holders}); end it, or clear it there ('kvtiers ctl clear')")
             return
         if self._memory.rows is None:  # an engine may be about to bring it
@@ -395,26 +448,29 @@ class Keeper:
 
     def figures(self) -> dict[str, Any]:
         """Return what ``kvtiers pool status`` shows."""
-        engine = self._engine
-        return {
-            **self._memory.figures(),
-            "lent": engine is not None,
-            "engine": engine.pid if engine is not None else 0,
-            "engine_connected": engine is not None and engine.sock is not None,
-            "watched": len(engine.pidfds) if engine is not None else 0,
-            "processes": engine.processes() if engine is not None else [],
-            "waiting": [peer.pid for peer in self._waiting()],
-            "engines": self._engines,
-        }
+        found = self._memory.figures()
+        for part, figures in enumerate(found["parts"]):
+            figures.update(_figures_of(self._engines.get(part)))
+        return found | {"waiting": [peer.pid for peer in self._waiting()], "engines": self._admitted}
 
 
-def serve(path: Path, size: int, *, huge_pages: HugePages = "off") -> None:
+def _figures_of(engine: Peer | None) -> dict[str, Any]:
+    return {
+        "lent": engine is not None,
+        "engine": engine.pid if engine is not None else 0,
+        "engine_connected": engine is not None and engine.sock is not None,
+        "watched": len(engine.pidfds) if engine is not None else 0,
+        "processes": engine.processes() if engine is not None else [],
+    }
+
+
+def serve(path: Path, size: int, parts: int = 1, *, huge_pages: HugePages = "off") -> None:
     """Serve a pool at this path until SIGTERM or SIGINT; StartError, in one line, if it cannot be."""
     store = descriptor_store(os.environ)
     listener = listen(path)
     _log.info("pool: serves at %s", path)
     place = path.stat()
-    keeper = Keeper(listener, size, huge_pages=huge_pages, store=store)
+    keeper = Keeper(listener, size, parts, huge_pages=huge_pages, store=store)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.stop())
     with contextlib.suppress(OSError):

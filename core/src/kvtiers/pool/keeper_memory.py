@@ -2,7 +2,7 @@
 
 ::
 
-    nothing --> being populated --> rows --> rows with an arena: what they hold for the engines of one model
+    nothing --> being populated --> rows --> rows with an arena: what they hold, in a part for each engine
 
 It is one thread's, the keeper's; only hashing is done on others. A keeper that is killed in whatever instruction leaves
 memory that the next one can use: the engine brings it back, or the service manager has kept it (``kept.py``).
@@ -13,15 +13,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, TypeVar
 
 from kvtiers.api import OffloadKey, StartError
 from kvtiers.api.units import format_size
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.pool.arena import Arena
+from kvtiers.pool.chunk_hash import ChunkHash
 from kvtiers.pool.kept import Kept, KeptMemory
-from kvtiers.pool.memory import Rows, Shape, open_again
+from kvtiers.pool.memory import Index, Rows, open_again
 from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.region.limits import usable_processors
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, HugePages
@@ -29,6 +30,7 @@ from kvtiers.region.prefault import Prefault
 
 __all__ = ["KeeperMemory"]
 
+T = TypeVar("T")
 _log = logging.getLogger("kvtiers.pool")
 _PIECE_ROWS = 64  # hashed by a thread at a stretch
 _MOST_THREADS = 8
@@ -42,19 +44,23 @@ class _Check(NamedTuple):
 class KeeperMemory:
     """A pool's memory: ``rows`` of ``size`` bytes, or as many as an engine brings, and an ``arena`` once one had it.
 
-    ``kept``: what the service manager has of it. ``wake``: called, from any thread, when ``end_check`` may have
-    something to do. ``prefault``: what populates the rows until they are there; its descriptor is to be watched.
+    ``parts``: for so many engines, or as many as it has that is taken over. ``kept``: what the service manager has of
+    it. ``wake``: called, from any thread, when ``end_checks`` may have something to do. ``prefault``: what populates
+    the rows until they are there; its descriptor is to be watched.
     """
 
-    def __init__(self, size: int, huge_pages: HugePages, kept: KeptMemory, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, size: int, parts: int, huge_pages: HugePages, kept: KeptMemory, wake: Callable[[], None]
+    ) -> None:
         self._size = size
+        self.parts = parts
         self._huge_pages: HugePages = huge_pages
         self.kept = kept
         self._wake = wake
         self._early: EarlyMemory | None = None
         self.rows: Rows | None = None
         self.arena: Arena | None = None
-        self._check: _Check | None = None
+        self._checks: dict[int, _Check] = {}
         self._threads = max(1, min(_MOST_THREADS, int(usable_processors()) // 2))
         self._hashing = ThreadPoolExecutor(self._threads, "kvtiers-pool-hash")
         self.counts = {"published": 0, "published_late": 0, "checked": 0, "damaged": 0}
@@ -76,15 +82,15 @@ class KeeperMemory:
             self._take_early()
 
     def populate(self) -> bool:
-        """Read how far ``prefault`` is; return whether it has just ended. StartError if there are no rows."""
+        """Read how far ``prefault`` is; return whether it has just ended. StartError: there is no room for rows."""
         if (prefault := self.prefault) is None:  # given up a moment ago
             return False
         prefault.read()
         if not prefault.ended:
             return False
         self.seconds["populate"] = prefault.seconds
-        if prefault.error:
-            raise StartError(f"pool: its memory cannot be populated: {prefault.error}; lower --size, or make room")
+        if problem := prefault.error or (prefault.remark if prefault.populated < self._size else ""):
+            raise StartError(f"pool: its memory cannot be populated: {problem}; lower --size, or make room")
         self._take_early()
         _log.info("pool: %s populated in %.1f s", format_size(self._size), prefault.seconds)
         return True
@@ -105,15 +111,17 @@ class KeeperMemory:
             raise StartError("it has {}, and {} are asked for".format(*sizes))
         self.rows = Rows(open_again(kept.rows, os.O_RDWR), nbytes, self._huge_pages)
         if kept.arena is not None:
-            fds, hello = kept.arena
-            self.arena = Arena(self.rows, hello.prefix, CacheLayout.from_json(hello.layout), fds)
+            fds, layout = kept.arena
+            if (parts := Index.parts_of(fds[0])) != self.parts:
+                raise StartError(f"it is for {parts} engines, and {self.parts} are asked for")
+            self.arena = Arena(self.rows, parts, CacheLayout.from_json(layout), fds)
         _log.info("pool: took back %s from the service manager", format_size(nbytes))
 
     def has(self, rows: int) -> bool:
         """Return whether this is a descriptor of its rows."""
         return self.rows is not None and os.path.sameopenfile(self.rows.fd, rows)
 
-    def adopt(self, prefix: str, layout: CacheLayout, fds: Sequence[int]) -> None:
+    def adopt(self, layout: CacheLayout, fds: Sequence[int]) -> None:
         """Take what an engine has of another keeper, in place of all there is; what is raised leaves nothing.
 
         ``fds``: rows, index and plane, which stay the caller's.
@@ -123,9 +131,9 @@ class KeeperMemory:
         rows = Rows(open_again(fds[0], os.O_RDWR), nbytes)
         with contextlib.ExitStack() as undo:
             undo.callback(rows.close)
-            self.arena = Arena(rows, prefix, layout, fds[1:])
+            self.arena = Arena(rows, Index.parts_of(fds[1]), layout, fds[1:])
             undo.pop_all()
-        self.rows = rows
+        self.rows, self.parts = rows, self.arena.shape.parts
         self.kept.keep_arena(self.arena)
         self.kept.keep_rows(rows.fd)
         _log.info("pool: took over %s that the engine brought back", format_size(nbytes))
@@ -155,122 +163,159 @@ class KeeperMemory:
 
     # The arena.
 
-    def set_arena(self, prefix: str, layout: CacheLayout) -> Arena:
-        """Return the arena of such chunks: the one that is there, or an empty one; StartError if no row has room."""
+    def set_arena(self, layout: CacheLayout, *, is_lent: bool) -> Arena:
+        """Return the arena for such chunks: the one that is there, or an empty one.
+
+        ``is_lent``: a part is. StartError if it is for other chunks then, or if a part has no room for a row.
+        """
         assert self.rows is not None
-        if layout.row_stride > self.rows.nbytes:
+        if self.arena is not None and self.arena.is_for(layout):
+            return self.arena
+        if layout.row_stride * self.parts > self.rows.nbytes:
             raise StartError(f"it has no room for a row of {format_size(layout.row_stride)}; raise the keeper's --size")
         if self.arena is not None:
-            if (self.arena.shape.row_stride, self.arena.shape.prefix) == (layout.row_stride, prefix):
-                return self.arena
-            _log.info("pool: %s is asked for, so %s is forgotten", prefix, self.arena.shape.prefix)
+            if is_lent:
+                raise StartError("it has chunks of other sizes, of an engine at work; give this one another pool")
+            _log.info("pool: chunks of other sizes are asked for, so all are forgotten")
             self.kept.drop_arena()
             self.arena.close()
             self.arena = None
-        self.arena = Arena(self.rows, prefix, layout)
+        self.arena = Arena(self.rows, self.parts, layout)
         self.kept.keep_arena(self.arena)
         return self.arena
 
-    def correct(self, prefix: str, layout: CacheLayout, fds: Sequence[int]) -> None:
-        """Take index and plane that the rows' engine has, where others were kept, and name them as the engine does.
+    def correct(self, layout: CacheLayout, fds: Sequence[int]) -> None:
+        """Take index and plane that the rows' engine has, where others were kept.
 
         StartError, OSError: they are of other rows.
         """
         assert self.rows is not None
         if self.arena is None or not self.arena.has(fds):
-            found = Arena(self.rows, prefix, layout, fds)
+            found = Arena(self.rows, Index.parts_of(fds[0]), layout, fds)
             if self.arena is not None:
+                self._drop_checks()
                 self.arena.close()
-            self.arena = found
+            self.arena, self.parts = found, found.shape.parts
             self.kept.keep_arena(found)
-        self.rename(prefix)
-
-    def rename(self, prefix: str) -> None:
-        """Forget all chunks, unless their names have this prefix: those to come have it."""
-        assert self.arena is not None
-        if prefix != self.arena.shape.prefix:
-            self.kept.drop_arena()
-            self.arena.rename(prefix)
-            self.kept.name_arena(self.arena)
 
     def clear(self) -> int:
         """Forget all chunks; return how many."""
-        chunks = len(self._counting())
+        chunks = sum(len(self.counting(part)) for part in range(self.parts))
         if self.arena is not None:
-            self.arena.index.clear()
+            for part in range(self.parts):
+                self.arena.index.clear(part)
         return chunks
 
-    def _counting(self) -> list[int]:
-        return self.arena.counting() if self.arena is not None else []
+    def counting(self, part: int) -> list[int]:
+        """Return the rows of a part whose entries count."""
+        return self.arena.counting(part) if self.arena is not None else []
 
     # Hashing.
 
-    def publish(self, rows: list[int], editions: list[int], keys: list[bytes]) -> None:
-        """Hash these rows and write their entries, but for those of other editions; ValueError: there are none such."""
+    def publish(self, part: int, rows: list[int], editions: list[int], keys: list[bytes]) -> None:
+        """Hash a part's rows and write their entries, but for those of other editions; ValueError: it has none such."""
         arena = self.arena
         assert arena is not None
-        if not len(rows) == len(editions) == len(keys) or not all(0 <= row < arena.shape.num_rows for row in rows):
+        own, chunk_hash = arena.shape.rows_of(part), arena.chunk_hash(part)
+        if not len(rows) == len(editions) == len(keys) or not all(row in own for row in rows):
             raise ValueError("rows that there are not")
         plane, index = arena.plane, arena.index
         told = [
             (row, edition, key)
             for row, edition, key in zip(rows, editions, keys, strict=True)
-            if edition and plane.edition(row) == edition and arena.payload_bytes(key)
+            if edition and plane.edition(row) == edition and chunk_hash.payload_bytes(key)
         ]
-        digests = self._hashed(arena, [row for row, _, _ in told], [key for _, _, key in told])
+        digests = self._hashed(chunk_hash, [row for row, _, _ in told], [key for _, _, key in told])
         for (row, edition, key), digest in zip(told, digests, strict=True):
             if plane.edition(row) == edition:  # else its bytes may have changed while they were hashed
                 index.write(row, edition, key, digest)
                 self.counts["published"] += 1
         self.counts["published_late"] += len(rows) - len(told)
 
-    def _hashed(self, arena: Arena, rows: Sequence[int], keys: Sequence[OffloadKey]) -> list[bytes]:
+    def _submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Have a thread make a call; without a thread to be had, make it."""
+        try:
+            return self._hashing.submit(call, *arguments)
+        except RuntimeError:
+            made: Future[T] = Future()
+            made.set_result(call(*arguments))
+            return made
+
+    def _hashed(self, chunk_hash: ChunkHash, rows: Sequence[int], keys: Sequence[OffloadKey]) -> list[bytes]:
         if len(rows) < 2 or self._threads == 1:
-            return list(map(arena.hash, rows, keys))
-        return list(self._hashing.map(arena.hash, rows, keys, chunksize=-(-len(rows) // (4 * self._threads))))
+            return list(map(chunk_hash, rows, keys))
+        step = -(-len(rows) // (4 * self._threads))
+        pieces = [slice(at, at + step) for at in range(0, len(rows), step)]
+        hashed: list[Future[list[bytes]]] = [
+            self._submit(list, map(chunk_hash, rows[piece], keys[piece])) for piece in pieces
+        ]
+        return [digest for piece in hashed for digest in piece.result()]
 
     @property
-    def is_checking(self) -> bool:
-        """Whether rows are being hashed again: until then nobody is to have them."""
-        return self._check is not None
+    def checks(self) -> int:
+        """How many parts are being checked."""
+        return len(self._checks)
 
-    def begin_check(self) -> None:
-        """Begin to hash all rows whose entries count, on threads: nobody else has the memory meanwhile."""
+    def is_checking(self, part: int) -> bool:
+        """Return whether a part's rows are being hashed again: until then no other engine is to have them."""
+        return part in self._checks
+
+    def begin_check(self, part: int) -> None:
+        """Begin to hash a part's rows whose entries count, on threads: no engine has it meanwhile."""
         if self.arena is None:
             return
-        began, rows = time.monotonic(), self.arena.counting()
+        self.arena.plane.unpin_all(part)
+        began, rows = time.monotonic(), self.arena.counting(part)
         self.counts["checked"] += len(rows)
         pieces = [rows[at : at + _PIECE_ROWS] for at in range(0, len(rows), _PIECE_ROWS)] or [[]]
-        self._check = _Check(began, [self._hashing.submit(self.arena.damaged_of, piece) for piece in pieces])
-        for piece in self._check.pieces:
+        check = _Check(began, [self._submit(self.arena.damaged_of, part, piece) for piece in pieces])
+        self._checks[part] = check
+        for piece in check.pieces:
             piece.add_done_callback(lambda _: self._wake())
 
-    def end_check(self) -> None:
-        """Forget the rows whose bytes are others, once all have been hashed."""
-        check = self._check
-        if check is None or not all(piece.done() for piece in check.pieces):
-            return
-        damaged = [row for piece in check.pieces for row in piece.result()]
+    def end_checks(self) -> None:
+        """Forget the rows whose bytes are others, of each part whose rows have all been hashed."""
+        for part, check in list(self._checks.items()):
+            if all(piece.done() for piece in check.pieces):
+                self._end_check(part, check)
+
+    def _drop_checks(self) -> None:
+        """End the checks, as of an arena that goes."""
+        for check in self._checks.values():
+            wait([piece for piece in check.pieces if not piece.cancel()])
+        self._checks.clear()
+
+    def _end_check(self, part: int, check: _Check) -> None:
         assert self.arena is not None
+        if any(piece.exception() is not None for piece in check.pieces):
+            damaged = self.arena.counting(part)
+        else:
+            damaged = [row for piece in check.pieces for row in piece.result()]
         for row in damaged:
             self.arena.index.void(row)
-        self._check = None
+        del self._checks[part]
         self.counts["damaged"] += len(damaged)
         self.seconds["check"] = seconds = time.monotonic() - check.began
         level = logging.WARNING if damaged else logging.INFO
         _log.log(level, "pool: its rows were checked in %.2f s, %d of them damaged", seconds, len(damaged))
 
     def figures(self) -> dict[str, Any]:
-        """Return what ``kvtiers pool status`` shows of it."""
-        shape = self.arena.shape if self.arena is not None else Shape(0, 0, "")
+        """Return what ``kvtiers pool status`` shows of it. ``parts``: of each one."""
+        arena = self.arena
         return {
             "bytes": self.rows.nbytes if self.rows is not None else self._size,
             "populated": self.rows is not None,
-            "checking": self.is_checking,
-            "rows": shape.num_rows,
-            "row_bytes": shape.row_stride,
-            "chunks": len(self._counting()),
-            "holds": shape.prefix,
+            "row_bytes": arena.shape.row_stride if arena is not None else 0,
+            "rows": arena.shape.num_rows if arena is not None else 0,
+            "chunks": sum(len(self.counting(part)) for part in range(self.parts)),
+            "parts": [
+                {
+                    "chunks": len(self.counting(part)),
+                    "holds": arena.prefix(part) if arena is not None else "",
+                    "checking": self.is_checking(part),
+                }
+                for part in range(self.parts)
+            ],
             **self.counts,
             **{f"{name}_seconds": round(seconds, 3) for name, seconds in self.seconds.items()},
         }

@@ -2,11 +2,11 @@
 
 ::
 
-    kvtiers-rows           once they are populated
-    kvtiers-index, -plane  the arena's
-    kvtiers-hello          what the arena is for, as an engine's HELLO. It comes last and goes first: without it all of
-                           the arena counts for nothing
-    kvtiers-process-RANK   a pidfd for each process that is watched; -1: the engine's own
+    kvtiers-rows                once they are populated
+    kvtiers-index, -plane       the arena's
+    kvtiers-hello               the arena's layout, in an engine's HELLO. It comes last and goes first: without it all
+                                of the arena counts for nothing
+    kvtiers-process-PART-RANK   a pidfd for each process that is watched; rank -1: the engine's own
 
 The pidfd of a process that has ended is let go by systemd itself (Linux 6.9), or by the next keeper.
 """
@@ -28,18 +28,21 @@ _ROWS, _INDEX, _PLANE, _HELLO, _PROCESS = (_OURS + name for name in ("rows", "in
 
 
 class KeptArena(NamedTuple):
-    """The descriptors of index and plane, and what they are for."""
+    """The descriptors of index and plane, and a layout with chunks of the sizes that they are for, as JSON."""
 
     fds: tuple[int, int]
-    hello: Hello
+    layout: str
 
 
 class Kept(NamedTuple):
-    """What another process has left. The descriptors are those of ``KeptMemory``. ``processes``: pidfds, by rank."""
+    """What another process has left. The descriptors are those of ``KeptMemory``.
+
+    ``processes``: pidfds, by the part whose engine the process is of, and its rank.
+    """
 
     rows: int
     arena: KeptArena | None
-    processes: Mapping[int, int]
+    processes: Mapping[tuple[int, int], int]
 
 
 class KeptMemory:
@@ -63,9 +66,10 @@ class KeptMemory:
             hello = decode_request(os.pread(fd, os.fstat(fd).st_size, 0))
             if not isinstance(hello, Hello) or hello.format != POOL_FORMAT:
                 raise StartError(f"it is of another format than {POOL_FORMAT}")
-            arena = KeptArena((self._found[_INDEX], self._found[_PLANE]), hello)
-        processes = {name.removeprefix(_PROCESS): fd for name, fd in self._found.items() if name.startswith(_PROCESS)}
-        return Kept(self._found[_ROWS], arena, {int(rank): pidfd for rank, pidfd in processes.items()})
+            arena = KeptArena((self._found[_INDEX], self._found[_PLANE]), hello.layout)
+        names = {fd: name.removeprefix(_PROCESS) for name, fd in self._found.items() if name.startswith(_PROCESS)}
+        processes = {fd: name.split("-", 1) for fd, name in names.items()}
+        return Kept(self._found[_ROWS], arena, {(int(part), int(rank)): fd for fd, (part, rank) in processes.items()})
 
     def let_go(self) -> None:
         """Let nothing be kept of what was left. Its pages are free then, but for those that others have."""
@@ -94,15 +98,7 @@ class KeptMemory:
         self.drop_arena()
         self._store.keep(_INDEX, arena.index.fd)
         self._store.keep(_PLANE, arena.plane.fd)
-        self.name_arena(arena)
-
-    def drop_arena(self) -> None:
-        """Let the arena that is kept count for nothing, until ``name_arena`` or ``keep_arena``."""
-        self._store.drop(_HELLO)
-
-    def name_arena(self, arena: Arena) -> None:
-        """Have it kept what this arena is for."""
-        hello = encode(Hello(POOL_FORMAT, arena.shape.prefix, arena.layout.to_json()))
+        hello = encode(Hello(POOL_FORMAT, "", arena.layout.to_json()))
         fd = create_memfd("kvtiers-pool-hello", len(hello))
         try:
             os.pwrite(fd, hello, 0)
@@ -110,10 +106,14 @@ class KeptMemory:
         finally:
             os.close(fd)
 
-    def keep_process(self, rank: int, pidfd: int) -> None:
-        """Have it kept that this process has the memory."""
-        self._store.keep(f"{_PROCESS}{rank}", pidfd)
+    def drop_arena(self) -> None:
+        """Let the arena that is kept count for nothing, until ``keep_arena``."""
+        self._store.drop(_HELLO)
 
-    def drop_process(self, rank: int) -> None:
+    def keep_process(self, part: int, rank: int, pidfd: int) -> None:
+        """Have it kept that this process has a part."""
+        self._store.keep(f"{_PROCESS}{part}-{rank}", pidfd)
+
+    def drop_process(self, part: int, rank: int) -> None:
         """Record that it has not."""
-        self._store.drop(f"{_PROCESS}{rank}")
+        self._store.drop(f"{_PROCESS}{part}-{rank}")

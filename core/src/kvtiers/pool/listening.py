@@ -29,6 +29,7 @@ def listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _alone_in(path.parent), contextlib.closing(socket.socket(listener.family, listener.type)) as probe:
+            probe.setblocking(False)  # a keeper that is stopped answers nobody
             if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
                 path.unlink()
             before = os.umask(0o177)

@@ -1,8 +1,8 @@
-"""The loan of a pool's memory, as its engine has it, and a thread that talks to the keeper.
+"""The loan of a part of a pool's memory, as its engine has it, and a thread that talks to the keeper.
 
 The engine's thread writes the plane and puts what it publishes into a queue; it never waits for the keeper. Where the
 keeper has ended, all goes on but publishing: the thread looks for the next keeper, brings it the memory, and publishes
-what the index does not have.
+what the index does not have. Where the pool has several parts, it follows what the other engines publish.
 """
 
 import contextlib
@@ -41,6 +41,7 @@ from kvtiers.pool.messages import (
     receive,
     send,
 )
+from kvtiers.pool.neighbours import Neighbours
 from kvtiers.region.handshake import peer_credentials
 from kvtiers.region.memfd import detach_in_children
 
@@ -48,6 +49,7 @@ __all__ = ["PoolLoan", "clear_pool", "is_served", "pool_figures"]
 
 _log = logging.getLogger("kvtiers.pool")
 _LOOK_SECONDS = 0.25
+_FOLLOW_SECONDS = 0.01  # how often it is seen what other engines have published
 _SEND_SECONDS = 5.0  # a keeper that takes nothing for so long counts as ended
 _MOST_ROWS = 256  # of one message, which is 30 KiB then
 _ANSWER_SECONDS = 10.0  # for the keeper's first word
@@ -136,6 +138,8 @@ def _welcome(sock: socket.socket, deadline: float, in_use_seconds: float) -> tup
             case Refused(reason):
                 raise StartError(reason)
             case _:
+                for fd in fds:
+                    os.close(fd)
                 raise StartError("the keeper's answer is out of place, or there is no descriptor for it to be had")
     raise StartError(why)
 
@@ -170,24 +174,36 @@ class PoolLoan:
         self._sock: socket.socket | None = sock
         self.num_rows = welcome.num_rows
         self.nbytes = welcome.map_bytes
-        shape = Shape(welcome.num_rows, welcome.row_stride, hello.prefix)
+        self._shape = shape = Shape(welcome.num_rows, welcome.row_stride, welcome.parts)
+        self._part = welcome.part
+        self.own = shape.rows_of(welcome.part)
+        """The rows that are this engine's; those of the others it reads."""
+        self._neighbours: Neighbours | None = None
         rows, index, plane = fds
         with contextlib.ExitStack() as undo:
             self._rows = os.dup(rows)
             undo.callback(os.close, self._rows)
             self._index = Index(os.dup(index), shape, writable=False)
             undo.callback(self._index.close)
-            self._plane = Plane(os.dup(plane), shape.num_rows, writable=True)
+            self._plane = Plane(os.dup(plane), shape, welcome.part, writable=True)
+            undo.callback(self._plane.close)
+            self._plane.unpin_all(welcome.part)  # of an engine that died while there was no keeper
+            if self._index.prefix(welcome.part)[1] != hello.prefix:
+                raise StartError("the keeper lends chunks of other names")
             undo.pop_all()
         self._sealed: dict[int, tuple[int, OffloadKey]] = {}
         self._watched: dict[int, int] = {}
-        self._refused_at = 0
+        self._refused_at = (0, 0)
         """The socket of a keeper that has other memory: it is not asked again."""
         self._sending = threading.Lock()
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtiers-pool", daemon=True)
         detach_in_children(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.detach()
+            raise StartError(f"no thread can be had for the pool: {error}") from None
 
     @classmethod
     def take(
@@ -264,6 +280,13 @@ class PoolLoan:
 
     # The primary's.
 
+    def meet_neighbours(self, view: memoryview) -> Neighbours | None:
+        """Begin to follow what the other engines have, None if the pool is for one. ``view``: all rows."""
+        if self._shape.parts > 1:
+            layout, prefix = CacheLayout.from_json(self._hello.layout), self._hello.prefix
+            self._neighbours = Neighbours(self._index, self._plane, self._shape, self._part, prefix, layout, view)
+        return self._neighbours
+
     def residents(self) -> Iterator[tuple[list[OffloadKey], list[int]]]:
         """Yield the chunks that are there, with their rows, as ``memory.residents`` says."""
         return residents(self._index, self._plane)
@@ -273,24 +296,31 @@ class PoolLoan:
         self._plane.renew(rows)
 
     def renew_all(self) -> None:
-        """Begin another edition of all rows."""
+        """Begin another edition of all rows that are this engine's."""
         self._plane.renew_all()
 
     def use(self, rows: Sequence[int]) -> None:
         """Record that these rows, in the order of a prefix, were used now."""
         self._plane.use(rows)
 
+    def take_touched(self) -> list[int]:
+        """Return the rows that other engines have used since the last call."""
+        return self._plane.take_touched()
+
     def publish(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
-        """Let the next engine find these chunks. Never waits."""
+        """Let other engines, and the next one, find these chunks. Never waits."""
         if not self._thread.is_alive():  # nobody would take it
             return
         edition = self._plane.edition
-        for at in range(0, len(rows), _MOST_ROWS):
-            some = list(rows[at : at + _MOST_ROWS])
-            self._queue.put(Publish(some, list(map(edition, some)), list(keys[at : at + _MOST_ROWS])))
+        told = [(row, edition(row), key) for row, key in zip(rows, keys, strict=True) if len(key) <= LONGEST_KEY]
+        for at in range(0, len(told), _MOST_ROWS):
+            some, editions, names = zip(*told[at : at + _MOST_ROWS], strict=True)
+            self._queue.put(Publish(list(some), list(editions), list(names)))
 
     def rename(self, prefix: str) -> None:
         """Let all chunks from now on have names with this prefix; those before are found by nobody."""
+        if self._neighbours is not None:
+            self._neighbours.rename(prefix)
         self._queue.put(Rename(prefix))
 
     def close(self) -> None:
@@ -299,8 +329,9 @@ class PoolLoan:
         self._queue.put(None)
         self._thread.join(_STOP_SECONDS)
         self.detach()
-        self._index.close()
-        self._plane.close()
+        if not self._thread.is_alive():  # else it reads them still
+            self._index.close()
+            self._plane.close()
 
     def detach(self) -> None:
         """Close all descriptors, as in a forked child."""
@@ -319,13 +350,25 @@ class PoolLoan:
 
     def _run(self) -> None:
         with logged_boundary(_log, "the pool's thread ended"):
-            look_at = time.monotonic() + self._look_seconds
+            look_at, follow_at = time.monotonic() + self._look_seconds, 0.0
             while True:
+                now = time.monotonic()
+                wait = max(0.0, look_at - now)
+                if (neighbours := self._neighbours) is not None and neighbours.is_followed:
+                    if now >= follow_at:
+                        follow_at = now + _FOLLOW_SECONDS
+                        neighbours.is_followed = False
+                        with logged_boundary(_log, "pool: what other engines have is not followed any more"):
+                            neighbours.follow()
+                            neighbours.is_followed = True
+                    wait = min(wait, max(0.0, follow_at - now))
                 with contextlib.suppress(queue.Empty):
-                    message = self._queue.get(timeout=max(0.0, look_at - time.monotonic()))
+                    message = self._queue.get(timeout=wait)
                     if message is None:
                         return
                     self._note(message)
+                    if isinstance(message, Goodbye) and self._sock is None:
+                        self._find_keeper()  # else it waits for the end of this process
                     self._send(message)
                 if time.monotonic() >= look_at:  # of a busy engine, too: the next keeper waits for a moment only
                     if not self._is_connected():
@@ -336,7 +379,7 @@ class PoolLoan:
         match message:
             case Publish(rows, editions, keys):
                 told = zip(rows, editions, keys, strict=True)
-                self._sealed |= {row: (number, key) for row, number, key in told if len(key) <= LONGEST_KEY}
+                self._sealed |= {row: (number, key) for row, number, key in told}
             case Rename(prefix):
                 self._sealed.clear()
                 self._hello = Hello(POOL_FORMAT, prefix, self._hello.layout)
@@ -376,7 +419,8 @@ class PoolLoan:
     def _find_keeper(self) -> None:
         """Bring the memory to the next keeper, but for one that has refused it; publish what it does not have."""
         try:
-            place = Path(self._path).stat().st_ino
+            found = Path(self._path).stat()
+            place = found.st_ino, found.st_ctime_ns
             if place == self._refused_at:
                 return
             sock = _connect(self._path, _SEND_SECONDS)
@@ -385,7 +429,8 @@ class PoolLoan:
         try:
             with self._sending:  # no process gets the memory meanwhile
                 watched = list(self._watched)
-                hello = Hello(POOL_FORMAT, self._hello.prefix, self._hello.layout, holds=True, watched=watched)
+                prefix, layout = self._hello.prefix, self._hello.layout
+                hello = Hello(POOL_FORMAT, prefix, layout, holds=True, watched=watched, part=self._part)
                 pidfds = [self._watched[rank] for rank in watched]
                 send(sock, hello, [self._rows, self._index.fd, self._plane.fd, *pidfds])
                 report = decode_report(receive(sock)[0])

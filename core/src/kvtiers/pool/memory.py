@@ -2,9 +2,12 @@
 
 ::
 
-    rows    the chunks. Ranks, tier hosts and the engine write it; the keeper reads it, to hash
-    index   an entry a row: edition, key and hash of what it holds. The keeper writes it, the engine reads it
-    plane   an edition and a last use a row. The engine writes it, the keeper reads it
+    rows    the chunks. Ranks, tier hosts and the engines write it; the keeper reads it, to hash
+    index   an entry a row: edition, key and hash of what it holds. The keeper writes it, the engines read it
+    plane   an edition and a last use a row, and who reads it. The engines write it, the keeper reads it
+
+The rows are in *parts* of equal size, one for each engine, which alone writes them. The others read them. The names of
+a part's chunks begin with a prefix of its engine's, which the index's head has: engines share what has the same prefix.
 
 An entry counts while its edition is the plane's. The engine raises a row's edition when it leases the row to a
 writer, before a byte of it changes, so that no message is needed to make an entry void, and a process that is killed
@@ -15,10 +18,9 @@ have a system call between the two sides' steps.
 """
 
 import fcntl
-import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,21 +30,30 @@ import numpy.typing as npt
 from kvtiers.api import OffloadKey, StartError
 from kvtiers.region.memfd import HugePages, Mapping, create_memfd, map_memory
 
-__all__ = ["LONGEST_KEY", "Index", "Plane", "Rows", "Shape", "counting", "open_again", "residents"]
+__all__ = ["LONGEST_KEY", "MOST_PARTS", "Index", "Plane", "Rows", "Shape", "counting", "open_again", "residents"]
 
-_FORMAT = 1
+_FORMAT = 2
 """Of index and plane. The next keeper takes over no memory of another one."""
-_HEAD = struct.Struct("<8sIIQ32s")
-_PREFIX_AT = 24
-_HEAD_BYTES = 4096
+_HEAD = struct.Struct("<8sIIQQ")
+_CHANGES = struct.Struct("<Q")  # behind the head: how often the keeper has changed something
+_PARTS_AT = _HEAD.size + _CHANGES.size
+_HEAD_BYTES = 1 << 14
+_PART = struct.Struct("<QQ")  # how often it was named, the bytes of its prefix, which follows
+_PART_BYTES = 1000
+MOST_PARTS = _HEAD_BYTES // _PART_BYTES
 _MAGIC = b"kvtPOOL\n"
 LONGEST_KEY = 104
 """Bytes of a key; a chunk with a longer one is not found again by the next engine."""
 _BODY = struct.Struct(f"<B3x16s{LONGEST_KEY}s")
 _ENTRY = np.dtype([("edition", "<u4"), ("key_bytes", "u1"), ("zeros", "V3"), ("digest", "V16"), ("key", "V104")])
 _DEPTHS = 1 << 12
-_LOCK = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-_EXCLUSIVE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_LATEST = 1 << 50
+_MOST_TOUCHED = 1024
+
+
+def _lock(kind: int, part: int) -> bytes:
+    """Return the argument of fcntl(2) for the byte that stands for a part."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, part, 1, 0)
 
 
 def open_again(fd: int, access: int) -> int:
@@ -51,20 +62,19 @@ def open_again(fd: int, access: int) -> int:
 
 
 class Shape(NamedTuple):
-    """What the rows hold: how many there are, bytes from one to the next, and the prefix of the chunks' names.
-
-    The prefix has namespace, model and fingerprint in it: nothing of another one is ever found.
-    """
+    """How many rows there are, bytes from one to the next, and parts of them."""
 
     num_rows: int
     row_stride: int
-    prefix: str
+    parts: int = 1
 
     def head(self) -> bytes:
         """Return the first bytes of the index."""
-        return _HEAD.pack(
-            _MAGIC, _FORMAT, self.num_rows, self.row_stride, hashlib.sha256(self.prefix.encode()).digest()
-        )
+        return _HEAD.pack(_MAGIC, _FORMAT, self.num_rows, self.row_stride, self.parts)
+
+    def rows_of(self, part: int) -> range:
+        """Return the rows of a part."""
+        return range(part * self.num_rows // self.parts, (part + 1) * self.num_rows // self.parts)
 
 
 class Rows:
@@ -75,15 +85,15 @@ class Rows:
         self.nbytes = nbytes
         self.mapping: Mapping = map_memory(fd, nbytes, nbytes, huge_pages, writable=False)
 
-    def lend(self) -> int:
-        """Return a descriptor that ``is_lent`` as long as any process has it, or a copy of it, open or mapped."""
+    def lend(self, part: int) -> int:
+        """Return a descriptor for this part's engine, which ``is_lent`` as long as any process has a copy of it."""
         loan = open_again(self.fd, os.O_RDWR)
-        fcntl.fcntl(loan, fcntl.F_OFD_SETLK, _LOCK)
+        fcntl.fcntl(loan, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK, part))
         return loan
 
-    def is_lent(self) -> bool:
-        """Return whether any process has a descriptor of ``lend``."""
-        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _EXCLUSIVE)
+    def is_lent(self, part: int) -> bool:
+        """Return whether any process has a descriptor of ``lend`` for this part, open or mapped."""
+        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, part))
         return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
@@ -121,14 +131,20 @@ class Index(_Words):
 
     def __init__(self, fd: int, shape: Shape, *, writable: bool) -> None:
         super().__init__(fd, _HEAD_BYTES + shape.num_rows * _ENTRY.itemsize, writable=writable)
-        head = bytes(self._view[: _HEAD.size])
-        if head[:_PREFIX_AT] != shape.head()[:_PREFIX_AT] or not (writable or head == shape.head()):
+        self._shape = shape
+        if bytes(self._view[: _HEAD.size]) != shape.head():
             super().close()
             raise StartError("an index of other rows, or of another format")
         self._entries: npt.NDArray[np.void] = np.frombuffer(self._view, _ENTRY, shape.num_rows, _HEAD_BYTES)
         self.editions: npt.NDArray[np.uint32] = self._entries["edition"]
-        if head != shape.head():
-            self.rename(shape)  # where the keeper before this one was ended
+
+    @staticmethod
+    def parts_of(fd: int) -> int:
+        """Return how many parts the rows of an index are in; StartError if it is of another format."""
+        head = os.pread(fd, _HEAD.size, 0)
+        if len(head) < _HEAD.size or head[:12] != _HEAD.pack(_MAGIC, _FORMAT, 0, 0, 0)[:12]:
+            raise StartError("an index of another format")
+        return int(_HEAD.unpack(head)[4])
 
     @classmethod
     def create(cls, shape: Shape) -> "Index":
@@ -158,22 +174,47 @@ class Index(_Words):
     def write(self, row: int, edition: int, key: OffloadKey, digest: bytes) -> None:
         """Write an entry, which counts only when all of it is there."""
         at = _HEAD_BYTES + row * _ENTRY.itemsize
-        self.void(row)
+        self.editions[row] = 0
         _BODY.pack_into(self._view, at + 4, len(key), digest, key)
         self.editions[row] = edition
+        self._count_change()
 
-    def rename(self, shape: Shape) -> None:
-        """Forget all entries: chunks of other names follow."""
-        self.clear()
-        self._view[: _HEAD.size] = shape.head()
+    def prefix(self, part: int) -> tuple[int, str]:
+        """Return how often a part was named, and what the names of its chunks begin with; "": of none."""
+        times, length = _PART.unpack_from(self._view, at := _PARTS_AT + part * _PART_BYTES)
+        at += _PART.size
+        return times, bytes(self._view[at : at + length]).decode(errors="replace")
 
-    def clear(self) -> None:
-        """Forget all entries."""
-        self.editions[:] = 0
+    def rename(self, part: int, prefix: str) -> None:
+        """Forget a part's entries: chunks of other names follow. StartError if the prefix is too long."""
+        name, at = prefix.encode(), _PARTS_AT + part * _PART_BYTES
+        if len(name) > _PART_BYTES - _PART.size:
+            raise StartError(f"a prefix of {len(name)} bytes, expected {_PART_BYTES - _PART.size} at most")
+        self.clear(part)
+        times, _ = _PART.unpack_from(self._view, at)
+        _PART.pack_into(self._view, at, times + 1, 0)
+        self._view[at + _PART.size : at + _PART.size + len(name)] = name
+        _PART.pack_into(self._view, at, times + 1, len(name))
+        self._count_change()
+
+    @property
+    def changes(self) -> int:
+        """Another number after each change."""
+        return int(_CHANGES.unpack_from(self._view, _HEAD.size)[0])
+
+    def _count_change(self) -> None:
+        _CHANGES.pack_into(self._view, _HEAD.size, self.changes + 1)
+
+    def clear(self, part: int) -> None:
+        """Forget a part's entries."""
+        rows = self._shape.rows_of(part)
+        self.editions[rows.start : rows.stop] = 0
+        self._count_change()
 
     def void(self, row: int) -> None:
         """Let this row's entry count no longer."""
         self.editions[row] = 0
+        self._count_change()
 
     def close(self) -> None:
         """Unmap the memory and close its descriptor."""
@@ -182,22 +223,32 @@ class Index(_Words):
 
 
 class Plane(_Words):
-    """Editions and last uses of all rows."""
+    """Editions, last uses and pins of all rows. ``part``: that of the engine whose this object is."""
 
-    def __init__(self, fd: int, num_rows: int, *, writable: bool) -> None:
-        super().__init__(fd, 12 * num_rows, writable=writable)
-        self.editions: npt.NDArray[np.uint32] = np.frombuffer(self._view, np.uint32, num_rows, 8 * num_rows)
-        self.uses: npt.NDArray[np.uint64] = np.frombuffer(self._view, np.uint64, num_rows)
-        self._words = self._view[8 * num_rows :].cast("I")  # of one row: without making a number of numpy's
-        self._uses = self._view[: 8 * num_rows].cast("Q")
-        self._tick = int(self.uses.max()) // _DEPTHS + 1
+    def __init__(self, fd: int, shape: Shape, part: int = 0, *, writable: bool) -> None:
+        rows, parts = shape.num_rows, shape.parts
+        super().__init__(fd, (13 + parts) * rows, writable=writable)
+        self.own = own = shape.rows_of(part)
+        self.uses: npt.NDArray[np.uint64] = np.frombuffer(self._view, np.uint64, rows)
+        self.editions: npt.NDArray[np.uint32] = np.frombuffer(self._view, np.uint32, rows, 8 * rows)
+        self._touched: npt.NDArray[np.uint8] = np.frombuffer(self._view, np.uint8, rows, 12 * rows)
+        self._pins: npt.NDArray[np.uint8] = np.frombuffer(self._view, np.uint8, parts * rows, 13 * rows)
+        self._pins = self._pins.reshape(parts, rows)
+        self._words = self._view[8 * rows : 12 * rows].cast("I")  # of one row: without making a number of numpy's
+        self._uses = self._view[: 8 * rows].cast("Q")
+        self._touches = self._view[12 * rows : 13 * rows]
+        self._my_pins = self._view[(13 + part) * rows : (14 + part) * rows]
+        latest = int(self.uses[own.start : own.stop].max(initial=0)) // _DEPTHS
+        if latest > _LATEST:  # no engine comes so far: some process has written here that should not have
+            self.uses[own.start : own.stop] = latest = 0
+        self._tick = latest + 1
 
     @classmethod
-    def create(cls, num_rows: int) -> "Plane":
+    def create(cls, shape: Shape) -> "Plane":
         """Make the plane of rows that were never leased."""
-        fd = create_memfd("kvtiers-pool-plane", 12 * num_rows)
+        fd = create_memfd("kvtiers-pool-plane", (13 + shape.parts) * shape.num_rows)
         os.fchmod(fd, 0o600)
-        return cls(fd, num_rows, writable=False)
+        return cls(fd, shape, writable=True)
 
     def edition(self, row: int) -> int:
         """Return this row's edition."""
@@ -210,39 +261,85 @@ class Plane(_Words):
             words[row] = ((words[row] + 1) & 0xFFFFFFFF) or 1
 
     def renew_all(self) -> None:
-        """Do ``renew`` for all rows."""
-        editions = self.editions
+        """Do ``renew`` for all rows of this engine's."""
+        editions = self.editions[self.own.start : self.own.stop]
         editions += 1  # one that comes to zero counts as void until its row's next lease
 
     def use(self, rows: Sequence[int]) -> None:
         """Record that these rows, in the order of a prefix, were used now."""
         self._tick += 1
-        uses, word, last = self._uses, self._tick * _DEPTHS, (self._tick + 1) * _DEPTHS - 1
+        uses, own, touches = self._uses, self.own, self._touches
+        word, last = self._tick * _DEPTHS, (self._tick + 1) * _DEPTHS - 1
         for row in rows:
-            uses[row] = word
+            if row in own:
+                uses[row] = word
+            else:
+                touches[row] = 1
             word = min(word + 1, last)
+
+    def take_touched(self) -> list[int]:
+        """Return rows of this engine's that others have used since they were last returned, not all at once."""
+        touched = self._touched[self.own.start : self.own.stop]
+        rows: list[int] = (np.flatnonzero(touched)[:_MOST_TOUCHED] + self.own.start).tolist()
+        for row in rows:
+            self._touches[row] = 0
+        return rows
+
+    def pin(self, places: Iterable[tuple[int, int]]) -> list[bool]:
+        """Keep other engines' rows as they are until ``unpin``; False, and no pin, for one of another edition."""
+        pins, words = self._my_pins, self._words
+        pinned = []
+        for row, edition in places:
+            pins[row] = 1
+            pinned.append(is_same := words[row] == edition)
+            if not is_same:
+                pins[row] = 0
+        return pinned
+
+    def unpin(self, rows: Sequence[int]) -> None:
+        """End the pins of these rows."""
+        pins = self._my_pins
+        for row in rows:
+            pins[row] = 0
+
+    def pinned(self, rows: Sequence[int]) -> list[int]:
+        """Return those of these rows that others have pinned. After ``renew`` and a barrier: nobody pins more."""
+        pinned = self._pins[:, list(rows)].any(axis=0)  # this engine's own are of others' rows
+        return [rows[at] for at in np.flatnonzero(pinned).tolist()]
+
+    def all_pinned(self) -> list[int]:
+        """Return the rows of this engine's that others have pinned."""
+        rows: list[int] = np.flatnonzero(self._pins[:, self.own.start : self.own.stop].any(axis=0)).tolist()
+        return [row + self.own.start for row in rows]
+
+    def unpin_all(self, part: int) -> None:
+        """End all pins of a part's engine, which has ended."""
+        self._pins[part] = 0
 
     def close(self) -> None:
         """Unmap the memory and close its descriptor."""
         self.editions, self.uses = np.empty(0, np.uint32), np.empty(0, np.uint64)
+        self._touched = self._pins = np.empty(0, np.uint8)
         self._words, self._uses = memoryview(bytes(4)).cast("I"), memoryview(bytes(8)).cast("Q")
+        self._touches = self._my_pins = memoryview(b"")
         super().close()
 
 
-def counting(index: Index, plane: Plane) -> list[int]:
-    """Return the rows whose entries count."""
-    editions = index.editions
-    rows: list[int] = np.flatnonzero((editions == plane.editions) & (editions != 0)).tolist()
-    return rows
+def counting(index: Index, plane: Plane, rows: range) -> list[int]:
+    """Return those of these rows whose entries count."""
+    editions = index.editions[rows.start : rows.stop]
+    counts = (editions == plane.editions[rows.start : rows.stop]) & (editions != 0)
+    found: list[int] = (np.flatnonzero(counts) + rows.start).tolist()
+    return found
 
 
 def residents(index: Index, plane: Plane) -> Iterator[tuple[list[OffloadKey], list[int]]]:
-    """Yield the chunks whose entries count, and their rows: those of each use together, the oldest use first.
+    """Yield an engine's chunks whose entries count, and their rows: those of each use together, the oldest use first.
 
     Within a use in the order of the prefix. A chunk that is in two rows, since its first one was free and nothing had
     been written to it yet, is in the one used last.
     """
-    rows = np.array(counting(index, plane), np.int64)
+    rows = np.array(counting(index, plane, plane.own), np.int64)
     uses = plane.uses[rows]
     order = np.argsort(uses, kind="stable")
     rows, ticks = rows[order], uses[order] // _DEPTHS

@@ -3,8 +3,8 @@
 ::
 
     engine                                           keeper
-    HELLO    what its rows hold                  ->  admits one engine at a time
-                                                 <-  WAIT     another one has the memory; as often as that changes
+    HELLO    what its rows hold                  ->  admits an engine to each part
+                                                 <-  WAIT     others have all parts; as often as that changes
                                                  <-  REFUSED  why, in one line. The keeper hangs up
                                                  <-  WELCOME  with the descriptors of rows, index and plane
     WATCH    a rank, with its pidfd              ->  takes the memory back only after this process has ended, too
@@ -54,7 +54,7 @@ __all__ = [
     "send",
 ]
 
-POOL_FORMAT = 1
+POOL_FORMAT = 2
 """Of the messages and the memory. A keeper serves one; REFUSED and each request's ``format`` stay as they are."""
 LONGEST_MESSAGE = 1 << 17
 _MOST_FDS = 253  # the kernel's limit of a message
@@ -67,7 +67,8 @@ class _Message(msgspec.Struct, array_like=True):
 class Hello(_Message, tag="hello"):
     """An engine asks for the pool's memory. ``layout``: as JSON.
 
-    ``holds``: it brings back what it had of a keeper, with the pidfds of the ranks and hosts that have it, ``watched``.
+    ``holds``: it brings back what it had of a keeper, the ``part``, with the pidfds of the ranks and hosts that have
+    it, ``watched``.
     """
 
     format: int
@@ -75,6 +76,7 @@ class Hello(_Message, tag="hello"):
     layout: str
     holds: bool = False
     watched: list[int] = []  # msgspec copies it
+    part: int = 0
 
 
 class Watch(_Message, tag="watch"):
@@ -123,11 +125,13 @@ Request: TypeAlias = Hello | Watch | Unwatch | Publish | Rename | Goodbye | Stat
 
 
 class Welcome(_Message, tag="welcome"):
-    """The memory is the engine's. ``map_bytes``: of the rows, in whole pages."""
+    """A part of the memory is the engine's, of so many. ``map_bytes``: of all rows, in whole pages."""
 
     num_rows: int
     row_stride: int
     map_bytes: int
+    part: int
+    parts: int
 
 
 class Wait(_Message, tag="wait"):

@@ -8,9 +8,13 @@ import selectors
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtiers.pool.messages import Hello, Report, Wait, send
 from kvtiers.region.handshake import process_name
+
+if TYPE_CHECKING:
+    from kvtiers.layout.cache_layout import CacheLayout
 
 __all__ = ["Peer", "are_of_one_process", "is_readable", "pid_of"]
 
@@ -35,10 +39,10 @@ def are_of_one_process(*pidfds: int) -> bool:
 
 
 class Peer:
-    """A connected process. ``pidfds``: by rank, -1 for the process itself; ``hello``: that of an engine.
+    """A connected process. ``pidfds``: by rank, -1 for the process itself; ``hello``, ``layout``: those of an engine.
 
     Without a socket: an engine that has hung up, or whoever had the memory of the keeper before this one.
-    ``selector``: watches the socket, by whoever has made it, and the pidfds.
+    ``part``: that it has, or had; -1: none. ``selector``: watches the socket, by whoever has made it, and the pidfds.
     """
 
     def __init__(self, selector: selectors.BaseSelector, pid: int, sock: socket.socket | None = None) -> None:
@@ -49,6 +53,8 @@ class Peer:
         """What it is called in what people read."""
         self.pidfds: dict[int, int] = {}
         self.hello: Hello | None = None
+        self.layout: CacheLayout | None = None
+        self.part = -1
         self.told: Wait | None = None
 
     def tell(self, report: Report) -> None:
@@ -83,6 +89,11 @@ class Peer:
     def has_left(self) -> bool:
         """Whether it has hung up, and no process of its is watched."""
         return self.sock is None and not self.pidfds
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it has hung up, and its own process has ended."""
+        return self.sock is None and -1 not in self.pidfds
 
     def processes(self) -> list[dict[str, int]]:
         """Return the processes that are watched until they end: the engine's own is rank -1, tier hosts are below."""

@@ -110,6 +110,19 @@ class Residents:
             self.unlock(keys)
         self.rows.adopt(self.row_of)
 
+    def borrow(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        """Take in chunks in rows of another engine, pending. They are never evictable, and leave by ``give_back``."""
+        self.rows.borrow(keys, rows)
+        self.row_of.update(zip(keys, rows, strict=True))
+        self.policy.access(keys, "", keys)
+
+    def give_back(self, rows: Sequence[int]) -> list[int]:
+        """Drop the chunks in those of these borrowed rows that nobody reads; return the rows."""
+        gone, keys = self.rows.give_back(rows)
+        self.clean.difference_update(keys)
+        self.forget(keys)
+        return gone
+
     def keep(self, keys: Sequence[OffloadKey], until: float, *, high: bool) -> None:
         """Keep these chunks, resident or not, until this time."""
         idle = self._evictable_of([key for key in keys if key in self.row_of])

@@ -10,10 +10,13 @@ One signed number a row, its state, and the key that the row is bound to::
     -1, n > 0   none     in quarantine: its chunk is forgotten, but the writer or n readers may still touch it
 
 A row stays leased until what leased it completes, so a completion by row is never about another lease of it.
+
+In a pool some rows are another engine's (``own``): they are never allocated. One that is *borrowed* has a key while it
+is, and one reader, the loan itself, besides those who read.
 Completing a row that is not leased that way (a plan completed twice) changes nothing and is counted as ``misuse``.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvtiers.api import OffloadKey
 
@@ -27,11 +30,14 @@ class RowTable:
     """The states of all rows. Engine's thread only; every method takes a batch.
 
     ``free + closed + pending + idle + pinned + quarantined + retired == num_rows`` at all times, idle being the ready
-    rows without a reader, and closed the fresh ones that are not opened yet.
+    rows without a reader, and closed the fresh ones that are not opened yet. Borrowed rows come on top of that.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, own: range | None = None) -> None:
+        """Start with all rows free. ``own``: those that may be allocated, of ``num_rows``; None: all."""
+        self._own = own = range(num_rows) if own is None else own
+        self._all_rows = num_rows
+        self.num_rows = len(own)
         self.pending = 0
         self.idle = 0
         self.pinned = 0
@@ -42,9 +48,9 @@ class RowTable:
         self._key_of: list[OffloadKey | None] = [None] * num_rows
         # The row that was freed last goes first, then fresh ones in increasing order: memory is populated and pinned
         # ahead of the highest row that was ever used, so that what is used again costs none.
-        self._next_fresh = 0
+        self._next_fresh = own.start
         self._freed: list[int] = []
-        self._end = num_rows
+        self._end = own.stop
         self._opened = num_rows
         self._wanted = 0
         self.leaving: set[int] = set()
@@ -99,8 +105,42 @@ class RowTable:
             self._key_of[row] = key
         self.idle = len(row_of)
         if row_of:
-            self._next_fresh = self.num_rows
-            self._freed = [row for row in range(self.num_rows - 1, -1, -1) if self.state[row] == _FREE]
+            self._next_fresh = self._own.stop
+            self._freed = [row for row in reversed(self._own) if self.state[row] == _FREE]
+
+    def borrow(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        """Bind these rows of another engine to these keys, as if a write to them were in flight."""
+        state, key_of = self.state, self._key_of
+        for key, row in zip(keys, rows, strict=True):
+            state[row] = _PENDING
+            key_of[row] = key
+        self.pending += len(rows)
+
+    def give_back(self, rows: Sequence[int]) -> tuple[list[int], list[OffloadKey]]:
+        """Free those of these borrowed rows that nobody reads; return them, and the keys that they were bound to."""
+        state, key_of = self.state, self._key_of
+        gone = [row for row in rows if state[row] == 1]
+        keys = []
+        for row in gone:
+            key, state[row], key_of[row] = key_of[row], _FREE, None
+            if key is None:  # a reset came first
+                self.quarantined -= 1
+            else:
+                keys.append(key)
+        self.pinned -= len(keys)
+        return gone, keys
+
+    def is_ready(self, row: int) -> bool:
+        """Return whether this row holds a readable chunk."""
+        return self.state[row] >= 0 and self._key_of[row] is not None
+
+    def is_free(self, row: int) -> bool:
+        """Return whether this row has neither a chunk nor a lease."""
+        return self.state[row] == _FREE
+
+    def keys_of(self, rows: Iterable[int]) -> list[OffloadKey]:
+        """Return the keys that these rows are bound to, of those that are."""
+        return [key for key in map(self._key_of.__getitem__, rows) if key is not None]
 
     def evict(self, rows: Sequence[int]) -> None:
         """Free these idle rows."""
@@ -113,7 +153,7 @@ class RowTable:
             for row in rows:
                 self._put_back(row)
         else:
-            self._freed += rows
+            self._freed += [row for row in rows if row in self._own]
         self.idle -= len(rows)
 
     def retire(self, end: int) -> None:
@@ -121,7 +161,7 @@ class RowTable:
         self._end = min(self._end, end)
         self._freed = [row for row in self._freed if row < self._end]
         self.leaving = {row for row in range(self._end, self._next_fresh) if self.state[row] != _FREE}
-        self.retired = self.num_rows - self._end - len(self.leaving)
+        self.retired = self._own.stop - self._end - len(self.leaving)
 
     def any_pending(self, rows: Sequence[int]) -> bool:
         """Return whether one of these bound rows is not readable yet."""
@@ -219,19 +259,19 @@ class RowTable:
         """Forget all chunks. Rows with a writer or readers go to quarantine, all others are free."""
         held = [row for row, state in enumerate(self.state) if state > 0 or state == _PENDING]
         states = [self.state[row] for row in held]
-        self.state = [_FREE] * self.num_rows
-        self._key_of = [None] * self.num_rows
+        self.state = [_FREE] * self._all_rows
+        self._key_of = [None] * self._all_rows
         for row, state in zip(held, states, strict=True):
             self.state[row] = state
-        self.leaving = {row for row in held if row >= self._end}
-        self.retired = self.num_rows - self._end - len(self.leaving)
+        self.leaving = {row for row in held if self._end <= row < self._own.stop}
+        self.retired = self._own.stop - self._end - len(self.leaving)
         if held:
             untouchable = set(held)
             usable = min(self._next_fresh, self._end)
-            self._freed = [row for row in range(usable - 1, -1, -1) if row not in untouchable]
+            self._freed = [row for row in range(usable - 1, self._own.start - 1, -1) if row not in untouchable]
         else:
             self._freed = []
-            self._next_fresh = 0
+            self._next_fresh = self._own.start
         self.pending = self.idle = self.pinned = 0
         self.quarantined = len(held)
 
@@ -241,6 +281,8 @@ class RowTable:
         self.quarantined -= 1
 
     def _put_back(self, row: int) -> None:
+        if row not in self._own:
+            return  # its owner's
         if row < self._end:
             self._freed.append(row)
         else:
@@ -248,8 +290,8 @@ class RowTable:
             self.retired += 1
 
     def _real(self, rows: Sequence[int]) -> Sequence[int]:
-        if not rows or (min(rows) >= 0 and max(rows) < self.num_rows):
+        if not rows or (min(rows) >= 0 and max(rows) < self._all_rows):
             return rows
-        real = [row for row in rows if 0 <= row < self.num_rows]
+        real = [row for row in rows if 0 <= row < self._all_rows]
         self.misuse += len(rows) - len(real)
         return real

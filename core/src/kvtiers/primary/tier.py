@@ -54,7 +54,8 @@ class CPUPrimaryTier:
     are protected from eviction until they are first read, for ``protect_seconds`` at most, and on at most
     ``protected_share`` of the rows. Hints keep chunks on at most ``kept_share`` of them. ``record_events``: the caller
     takes the events, of the primary and of the tiers. ``shares``: by tenant, of the rows, which other tenants' chunks
-    never take; then ``policy`` is the name of one. ``pool``: what the figures say of it.
+    never take; then ``policy`` is the name of one. ``pool``: what the figures say of it. ``own_rows``: those that are
+    this engine's, of ``num_rows``; None: all.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class CPUPrimaryTier:
         record_events: bool = True,
         shares: Mapping[str, float] | None = None,
         pool: PoolState = PoolState.NONE,
+        own_rows: range | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if view.ndim != 1 or view.itemsize != 1 or len(view) < num_rows * row_stride:
@@ -78,7 +80,8 @@ class CPUPrimaryTier:
         self.row_stride = row_stride
         self._pool = pool
         self._view = view
-        self._rows = RowTable(num_rows)
+        self._rows = RowTable(num_rows, own_rows)
+        num_rows = self._rows.num_rows
         self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
         most_kept, own = int(kept_share * num_rows), None
         if isinstance(policy, str):
@@ -109,7 +112,7 @@ class CPUPrimaryTier:
 
     @property
     def num_rows(self) -> int:
-        """All rows."""
+        """All rows of this engine's."""
         return self._rows.num_rows
 
     @property
@@ -391,6 +394,9 @@ class CPUPrimaryTier:
         self._chunks.forget(self._rows.abandon(rows))
 
     # The rest
+
+    def poll(self) -> None:
+        """Take note of what other engines have done. Once a step."""
 
     def release_expired(self, now: float) -> None:
         """End the protection of promotions that have waited too long to be read, and hints whose time is over.

@@ -526,6 +526,7 @@ class TieringManager:
         if not self._polled:
             self._polled = True
             self._ready = self._engine.ready()
+            self._primary.poll()
             self._jobs.poll()
             if self._commanded:
                 self.commands.run()
@@ -535,6 +536,10 @@ class TieringManager:
         if self._closed:
             return
         now = self._clock()
+        self._primary.poll()
+        self._primary.release_expired(now)
+        if self._primary.events:
+            self._pass_events_on()
         for slot in self._slots:
             slot.tend(now)
         if not self._commanded and any(slot.may_have_room(now) for slot in self._slots):

@@ -16,12 +16,12 @@ from .ways import whole_stack
 
 
 class Keeper:
-    """A keeper of 64 MiB, as `kvtiers pool serve` runs it."""
+    """A keeper of 64 MiB for each engine, as `kvtiers pool serve` runs it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, engines: int = 1) -> None:
         self.path = str(path)
         program = "from kvtiers.cli.main import main; main()"
-        options = ["--size", "64MiB", "--socket", self.path]
+        options = ["--size", f"{64 * engines}MiB", "--engines", str(engines), "--socket", self.path]
         with path.with_suffix(".log").open("a") as log:
             self._process = subprocess.Popen([sys.executable, "-c", program, "pool", "serve", *options], stderr=log)
         wait_until(lambda: self._process.poll() is not None or self.chunks() is not None, "the keeper does not serve")
@@ -40,12 +40,12 @@ class Keeper:
 
 
 @pytest.fixture
-def keep(tmp_path: Path) -> Iterator[Callable[[], Keeper]]:
+def keep(tmp_path: Path) -> Iterator[Callable[..., Keeper]]:
     """Start keepers at one place, one after the other."""
     keepers: list[Keeper] = []
 
-    def one() -> Keeper:
-        keepers.append(Keeper(tmp_path / "pool.sock"))
+    def one(engines: int = 1) -> Keeper:
+        keepers.append(Keeper(tmp_path / "pool.sock", engines))
         return keepers[-1]
 
     yield one
@@ -75,6 +75,36 @@ def test_an_engine_that_was_killed_leaves_all_it_stored_to_the_next_one(start, m
     engine = start(model, pooled, **ranks)
     assert right(engine, *PROMPTS) == WHOLE
     engine.shutdown()
+
+
+def test_engines_at_work_share_what_each_of_them_stored_and_whoever_is_killed(start, model, right, keep):
+    keeper = keep(engines=2)
+    pooled = whole_stack(options={"primary": {"capacity": "1MiB", "pool": keeper.path}})
+
+    def finds_all(engine):
+        wait_until(lambda: keeper.chunks() == CHUNKS, "what was stored is not published")
+        assert engine.do("reset_prefix_cache")["ok"]
+        return right(engine, *PROMPTS) == WHOLE
+
+    one, other = start(model, pooled), start(model, pooled)
+    assert right(one, *PROMPTS) == [0, 0]
+    one.generate([1, 2, 3], tokens=2)  # the last stores begin in the next step
+    wait_until(lambda: finds_all(other), "the other engine does not find it")
+    one.kill()
+    assert finds_all(other), "hits go on in the rows of an engine that was killed"
+    one = start(model, pooled)
+    assert right(one, *PROMPTS) == WHOLE
+    keeper.kill()
+    for engine in (one, other):
+        assert engine.do("reset_prefix_cache")["ok"]
+        assert right(engine, *PROMPTS) == WHOLE, "hits go on without a keeper"
+    keeper = keep(engines=2)
+    wait_until(lambda: keeper.chunks() == CHUNKS, "the engines do not bring the memory to the next keeper")
+    other.kill()
+    other = start(model, pooled)
+    assert finds_all(other)
+    for engine in (one, other):
+        engine.shutdown()
 
 
 def test_an_engine_without_a_keeper_has_memory_of_its_own_and_says_so_once(start, model, right, tmp_path):

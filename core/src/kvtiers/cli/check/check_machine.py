@@ -88,11 +88,12 @@ def _pool(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
         text = f"pool: {text or fix}: the engine has {own} of its own, and a restart is cold"
         yield Finding("warning", text, fix if text else "")
         return
-    holder = f"{process_name(figures['engine'])} has it" if figures["lent"] else "no engine has it"
-    yield Finding("ok", f"pool: {format_size(figures['bytes'])} at {path}, {figures['chunks']} chunks; {holder}")
+    holders = [process_name(part["engine"]) for part in figures["parts"] if part["lent"]]
+    has = f"{', '.join(holders) or 'no engine'} {'have' if len(holders) > 1 else 'has'} it"
+    yield Finding("ok", f"pool: {format_size(figures['bytes'])} at {path}, {figures['chunks']} chunks; {has}")
     if config.primary.numa_node is not None:
         yield Finding("warning", "numa_node does nothing with a pool", "start the keeper on that node")
-    if not figures["lent"] and (problem := memory_problem(config.primary.capacity, machine.root)):
+    if len(holders) < len(figures["parts"]) and (problem := memory_problem(config.primary.capacity, machine.root)):
         text, _, fix = problem.partition("; ")
         yield Finding("warning", f"without the pool the engine does not start: {text}", fix)
 
@@ -174,7 +175,7 @@ def _memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     capacity = config.primary.capacity
     if config.primary.pool is not None and machine.is_linux:
         with contextlib.suppress(StartError):
-            if not pool_figures(config.primary.pool)["lent"]:
+            if not all(part["lent"] for part in pool_figures(config.primary.pool)["parts"]):
                 return  # the pool has it already
     if not machine.is_linux:
         total = machine.total_memory()
