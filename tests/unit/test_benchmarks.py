@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers_replay.plan import PlanTrace
+from kvtiers_replay.workload import ReplayRequest, Workload
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted([*BENCHMARKS.rglob("*.py"), *ROOT.glob("integrations/*/benchmarks/*.py")])
@@ -69,3 +72,14 @@ def test_turns_in_which_no_byte_moves_reach_no_goal_and_break_nothing(module_of,
     flat = {"process, flat out": compared, "process, paced": compared}
     found = stall.goals(flat | {"idle_host": {"private_mb": 1.0, "cpu_percent": 0.1}})
     assert [goal["met"] for goal in found] == [False, False, False, True, True, True, True]
+
+
+def test_engines_in_a_pool_find_what_one_engine_with_all_memory_does(module_of) -> None:
+    sharing = module_of("pool_sharing")
+    prompts = [[bytes([prompt, at]) * 16 for at in range(9)] for prompt in range(4)]
+    turns = [prompt[:chunks] for chunks in (3, 6, 9) for prompt in prompts]
+    trace = PlanTrace(Workload("turns", 16, [ReplayRequest(16 * len(turn) + 1, turn) for turn in turns]))
+    one, own = (sharing.of_their_own(trace, trace.unique, engines) for engines in (1, 3))
+    pool = sharing.in_a_pool(trace, trace.unique, 3)
+    assert [found["hit_rate"] for found in (one, pool, own)] == [0.5, 0.5, 0.0]
+    assert pool["wrong_bytes"] == 0
