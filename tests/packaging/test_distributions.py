@@ -86,7 +86,7 @@ def test_its_commands_are_there_and_those_of_an_absent_companion_say_what_to_ins
                 assert f"  {command} " not in listed
                 (line,) = alone.run("kvtiers", command, "--help", status=2).splitlines()
                 assert f"'{command}'" in line
-                assert f"pip install 'kvtiers[{extra}]'" in line
+                assert f"pip install --find-links wheels 'kvtiers[{extra}]'" in line
 
 
 @only("replay")
