@@ -22,12 +22,13 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtiers.api import StartError
+from kvtiers.api import KvtiersError, StartError
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.pool.descriptor_store import DescriptorStore, descriptor_store
 from kvtiers.pool.keeper_memory import KeeperMemory
@@ -64,6 +65,19 @@ _log = logging.getLogger("kvtiers.pool")
 HANDOVER_SECONDS = 2.0  # engines look for their next keeper more often, but for one whose interpreter is held
 _OTHER_MEMORY = "this keeper has other memory by now"
 _LOOK_SECONDS = 0.01  # how often a loan that nobody is known to hold is looked at
+_UNUSABLE = (
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    MemoryError,
+    OSError,
+    struct.error,
+    KvtiersError,
+)
+"""What a message, or what was kept, may raise, whatever is in it. It must not end the keeper."""
 _PAUSE_SECONDS = 0.005
 _READ = selectors.EVENT_READ
 
@@ -155,7 +169,7 @@ class Keeper:
                     self._await(part, {rank: fd for (of, rank), fd in kept.processes.items() if of == part})
                 memory.kept.close()
                 return
-        except Exception as error:  # noqa: BLE001 -- nor what was kept
+        except _UNUSABLE as error:
             _log.warning("pool: the memory that the service manager has kept is let go: %s", error)
             self._engines.clear()
             for peer in list(self._peers):
@@ -238,7 +252,7 @@ class Keeper:
                 self._hang_up(peer)
         except BlockingIOError:
             return
-        except Exception as error:  # noqa: BLE001 -- whatever is in a message, it must not end the keeper
+        except _UNUSABLE as error:
             self._refuse(peer, f"what it sent cannot be used: {error}")
         finally:
             for fd in fds:
@@ -344,7 +358,7 @@ class Keeper:
             except StartError as error:
                 self._refuse(peer, str(error))
                 return
-            except Exception as error:  # noqa: BLE001 -- as in a message
+            except _UNUSABLE as error:
                 self._refuse(peer, f"its layout cannot be used: {error}")
                 return
             self._take_part(peer, part)
