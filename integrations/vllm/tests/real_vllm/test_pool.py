@@ -82,7 +82,8 @@ def test_engines_at_work_share_what_each_of_them_stored_and_whoever_is_killed(st
     pooled = whole_stack(options={"primary": {"capacity": "1MiB", "pool": keeper.path}})
 
     def finds_all(engine):
-        wait_until(lambda: keeper.chunks() == CHUNKS, "what was stored is not published")
+        """Of chunks of another engine's, soon: of so small a model some are computed sooner than they are checked."""
+        wait_until(lambda: (keeper.chunks() or 0) >= CHUNKS, "what was stored is not published")
         assert engine.do("reset_prefix_cache")["ok"]
         return right(engine, *PROMPTS) == WHOLE
 
@@ -99,10 +100,10 @@ def test_engines_at_work_share_what_each_of_them_stored_and_whoever_is_killed(st
         assert engine.do("reset_prefix_cache")["ok"]
         assert right(engine, *PROMPTS) == WHOLE, "hits go on without a keeper"
     keeper = keep(engines=2)
-    wait_until(lambda: keeper.chunks() == CHUNKS, "the engines do not bring the memory to the next keeper")
+    wait_until(lambda: (keeper.chunks() or 0) >= CHUNKS, "the engines do not bring the memory to the next keeper")
     other.kill()
     other = start(model, pooled)
-    assert finds_all(other)
+    wait_until(lambda: finds_all(other), "the next engine does not find it")
     for engine in (one, other):
         engine.shutdown()
 
