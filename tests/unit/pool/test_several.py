@@ -406,6 +406,7 @@ def test_an_engine_of_other_sizes_waits_for_those_that_are_ending(path, keeper, 
     monkeypatch.setattr(Arena, "damaged_of", lambda *check: held.wait(60) and damaged_of(*check))
     stored(one := PoolEngine(path), KEYS)
     one.close()
+    wait_until(lambda: keeper.figures()["checking"], "it is not checked")
     layout = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 2000),))
     with pytest.raises(StartError, match="its rows are being checked"):
         PoolEngine(path, layout=layout, deadline=0.3, in_use_seconds=0.1)
