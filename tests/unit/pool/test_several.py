@@ -9,7 +9,9 @@ from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, wait
 
 from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.pool import barrier
 from kvtiers.pool.arena import Arena
+from kvtiers.pool.loan import PoolLoan
 
 ROWS = 200
 SIZE = ROWS * LAYOUT.row_stride
@@ -175,6 +177,14 @@ def test_engines_of_chunks_of_other_sizes_are_refused_while_others_have_the_pool
         start(layout=layout)
 
 
+def test_without_a_memory_barrier_an_engine_is_lent_no_part_of_several(path, start, monkeypatch):
+    monkeypatch.setattr(barrier, "_NUMBERS", {})
+    with pytest.raises(StartError, match=r"no membarrier\(2\) to share a pool with"):
+        PoolLoan.take(str(path), PREFIX, LAYOUT, 60)
+    monkeypatch.undo()
+    assert start().check() == 0, "the part was given back"
+
+
 def test_a_third_engine_waits_and_gets_the_part_that_is_given_back(path, keeper, start):
     one, _ = PoolEngine(path), start()
     stored(one, KEYS)
@@ -214,7 +224,7 @@ def test_events_name_what_other_engines_have_too(start):
     assert gone
 
 
-def test_the_next_keeper_gets_all_parts_back_from_their_engines(path, tmp_path):
+def test_the_next_keeper_gets_all_parts_back_from_their_engines(path):
     keeper = KeeperThread(path, SIZE, parts=2)
     one, other = PoolEngine(path), PoolEngine(path)
     stored(one, KEYS)

@@ -30,6 +30,7 @@ _at = click.option(
     epilog="""\b
 Examples:
   kvtiers pool serve --size 256GiB             as a service, before the engines start
+  kvtiers pool serve --size 256GiB --engines 4   for four engines that share it
   kvtiers pool status                          how full it is, and which processes have it
   kvtiers pool clear                           forget what the last engine left in it
 

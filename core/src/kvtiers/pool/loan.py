@@ -19,6 +19,7 @@ from typing import Any
 from kvtiers._failures import logged_boundary
 from kvtiers.api import OffloadKey, StartError
 from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.pool.barrier import MemoryBarrier
 from kvtiers.pool.memory import LONGEST_KEY, Index, Plane, Shape, residents
 from kvtiers.pool.messages import (
     POOL_FORMAT,
@@ -178,6 +179,7 @@ class PoolLoan:
         self._part = welcome.part
         self.own = shape.rows_of(welcome.part)
         """The rows that are this engine's; those of the others it reads."""
+        self._barrier = MemoryBarrier() if shape.parts > 1 else None
         self._neighbours: Neighbours | None = None
         rows, index, plane = fds
         with contextlib.ExitStack() as undo:
@@ -282,9 +284,11 @@ class PoolLoan:
 
     def meet_neighbours(self, view: memoryview) -> Neighbours | None:
         """Begin to follow what the other engines have, None if the pool is for one. ``view``: all rows."""
-        if self._shape.parts > 1:
+        if self._barrier is not None:
             layout, prefix = CacheLayout.from_json(self._hello.layout), self._hello.prefix
-            self._neighbours = Neighbours(self._index, self._plane, self._shape, self._part, prefix, layout, view)
+            self._neighbours = Neighbours(
+                self._index, self._plane, self._shape, self._part, prefix, layout, view, self._barrier
+            )
         return self._neighbours
 
     def residents(self) -> Iterator[tuple[list[OffloadKey], list[int]]]:
@@ -304,7 +308,7 @@ class PoolLoan:
         self._plane.use(rows)
 
     def take_touched(self) -> list[int]:
-        """Return the rows that other engines have used since the last call."""
+        """Return rows that other engines have used since they were last returned, not all at once."""
         return self._plane.take_touched()
 
     def publish(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:

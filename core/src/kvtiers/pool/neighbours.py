@@ -102,8 +102,9 @@ class Neighbours:
         prefix: str,
         layout: CacheLayout,
         view: memoryview,
+        barrier: MemoryBarrier,
     ) -> None:
-        self._barrier = MemoryBarrier()
+        self._barrier = barrier
         self._index = index
         self._plane = plane
         self._shape = shape

@@ -11,8 +11,8 @@ One signed number a row, its state, and the key that the row is bound to::
 
 A row stays leased until what leased it completes, so a completion by row is never about another lease of it.
 
-In a pool some rows are another engine's (``own``): they are never allocated. One that is *borrowed* has a key while it
-is, and one reader, the loan itself, besides those who read.
+In a pool only some of the rows are this engine's (``own``), and the others are never allocated. One of those that is
+*borrowed* has a key, and one reader more than there are: the loan itself.
 Completing a row that is not leased that way (a plan completed twice) changes nothing and is counted as ``misuse``.
 """
 
