@@ -192,7 +192,6 @@ def engine(reader, monkeypatch):
     answering = answer_status("test", "some", Troubles(["fs"]), manager.stats, about, actions=actions)
     for room in (cli_engines, cli_metrics):
         monkeypatch.setattr(room, "running", lambda: [answering.name])
-    monkeypatch.setattr("kvtiers.status._ASK_SECONDS", 60.0)  # it answers as late as a busy machine lets it
     yield
     answering.close()
     over.set()

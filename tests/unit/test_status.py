@@ -82,12 +82,6 @@ def stats(**tiers):
     return {"engine": {}, "primary": {}, "tiers": tiers}
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch):
-    """An engine answers as late as a busy machine lets it."""
-    monkeypatch.setattr(status, "_ASK_SECONDS", 60.0)
-
-
 def ask(name, seconds=60.0):
     return status.ask(name, seconds)
 

@@ -27,6 +27,7 @@ from kvtiers.control import (
 from kvtiers.metrics import budget_advice
 
 __all__ = [
+    "ANSWER_SECONDS",
     "LastTrouble",
     "Troubles",
     "answer_status",
@@ -37,7 +38,8 @@ __all__ = [
     "troubles_from_the_start",
 ]
 
-_ASK_SECONDS = 2.0
+ANSWER_SECONDS = 10.0
+"""How long an engine's answer is waited for: a machine may be so busy, and engines are asked side by side."""
 _LONG_PARTS = ("commands", "what_if", "stats")  # of an answer, in the order in which they are left out
 _OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "rows", "free_rows", "pool")
 _ENDED = ("answers again", "works again", "takes values again", "fast enough again", "its loads succeed again")
@@ -217,18 +219,18 @@ def is_orphaned() -> bool:
     return parent is not None and not parent.is_alive()
 
 
-def ask(name: str, seconds: float = _ASK_SECONDS) -> dict[str, Any]:
+def ask(name: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
     """Return what the process at this control socket says; CommandRefused, in one line, if it is nothing good."""
     return _ask(name, seconds)[0]
 
 
-def ask_engine(name: str) -> dict[str, Any]:
+def ask_engine(name: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
     """Return an engine's answer; CommandRefused as for ``ask``.
 
     Any user may have a socket of such a name: the answer has all that ``answer_status`` says, each of its kind. With
     it: whose it is (``uid``, from the kernel), and where it takes commands (``control``), "" if it takes none.
     """
-    status, uid = _ask(name, _ASK_SECONDS)
+    status, uid = _ask(name, seconds)
     if not _is_answer(status):
         raise CommandRefused(NO_ANSWER)
     return status | {"uid": uid, "control": name if status.get("actions") else ""}

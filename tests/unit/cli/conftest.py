@@ -32,12 +32,6 @@ class Store(DictStore):
 """
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines answer as late as a busy machine lets them."""
-    monkeypatch.setattr("kvtiers.status._ASK_SECONDS", 60.0)
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
     """Return a function that runs ``kvtiers`` with these arguments; the current directory is the test's own."""

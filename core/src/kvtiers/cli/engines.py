@@ -4,12 +4,13 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import click
 
 from kvtiers.control import CommandRefused, process_of, running
-from kvtiers.status import ask_engine
+from kvtiers.status import ANSWER_SECONDS, ask_engine
 
 __all__ = ["NO_COMMANDS", "ask_all", "engines", "meant"]
 
@@ -19,22 +20,22 @@ _SOCKETS = "/proc/net/unix"
 NO_COMMANDS = "takes no commands: it has its tiers under vLLM's own tiering, or is of an older release"
 
 
-def ask_all() -> Iterator[tuple[str, dict[str, Any], str]]:
+def ask_all(seconds: float = ANSWER_SECONDS) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield each control socket, what it answers, and why it does not, "" if it does; side by side, as one may hang."""
     names = running()
     if names:
         with ThreadPoolExecutor(min(len(names), _AT_ONCE)) as pool:
-            yield from pool.map(_asked, names)
+            yield from pool.map(partial(_asked, seconds=seconds), names)
 
 
-def _asked(name: str) -> tuple[str, dict[str, Any], str]:
+def _asked(name: str, seconds: float) -> tuple[str, dict[str, Any], str]:
     try:
-        return name, ask_engine(name), ""
+        return name, ask_engine(name, seconds), ""
     except CommandRefused as refusal:
         return name, {}, str(refusal)
 
 
-def engines(*, quiet: bool = False) -> list[dict[str, Any]]:
+def engines(*, quiet: bool = False, seconds: float = ANSWER_SECONDS) -> list[dict[str, Any]]:
     """Return each engine's answer, its tiers together; one line on stderr for each socket that gives none.
 
     ``quiet``: no such line, as on a live screen.
@@ -42,7 +43,7 @@ def engines(*, quiet: bool = False) -> list[dict[str, Any]]:
     found: dict[tuple[str, int], dict[str, Any]] = {}
     if not quiet and sys.platform == "linux" and not os.access(_SOCKETS, os.R_OK):
         click.echo(f"no engine can be found: {_SOCKETS} cannot be read", err=True)
-    for name, answer, error in ask_all():
+    for name, answer, error in ask_all(seconds):
         if error:
             if not quiet:
                 click.echo(f"{name}: no answer: {error}", err=True)

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeGuard
 
 import click
@@ -16,10 +17,11 @@ import click
 from kvtiers.api import KvtiersError
 from kvtiers.control import SOCKET_PREFIX, CommandRefused, OfAnotherUser, process_of, running
 from kvtiers.metrics import Found, Histogram, described, families
-from kvtiers.status import ask_engine
+from kvtiers.status import ANSWER_SECONDS, ask_engine
 
 __all__ = ["OF_THE_PAGE", "figures_of", "is_what_if", "metrics"]
 
+_PAGE_SECONDS = 5.0  # for the engines' answers: Prometheus itself waits 10 s for the page
 _AT_ONCE = 8  # engines that are asked: one that hangs takes the time of its own answer
 _MOST_OWN = 256  # figures of a tier's own store
 OF_THE_PAGE = {
@@ -50,7 +52,7 @@ def metrics(listen: str | None, engine: int | None) -> None:
     except ImportError:
         raise KvtiersError("kvtiers metrics needs prometheus_client: pip install 'kvtiers[metrics]'") from None
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Engines(engine))
+    registry.register(_Engines(engine, ANSWER_SECONDS if listen is None else _PAGE_SECONDS))
     if listen is None:
         click.echo(generate_latest(registry).decode(), nl=False)
         return
@@ -80,9 +82,10 @@ def _in_a_url(host: str) -> str:
 
 
 class _Engines:
-    """The collector of all engines that answer, or of those of one process."""
+    """The collector of all engines that answer within ``seconds``, or of those of one process."""
 
-    def __init__(self, pid: int | None) -> None:
+    def __init__(self, pid: int | None, seconds: float) -> None:
+        self._seconds = seconds
         self._start = SOCKET_PREFIX if pid is None else f"{SOCKET_PREFIX}{pid}-"
 
     def collect(self) -> Iterator[Any]:
@@ -91,7 +94,7 @@ class _Engines:
 
         names = [name for name in running() if name.startswith(self._start)]
         with ThreadPoolExecutor(_AT_ONCE) as asking:
-            answers = list(asking.map(_answer, names))
+            answers = list(asking.map(partial(_answer, seconds=self._seconds), names))
         found = [
             each for name, answer in zip(names, answers, strict=True) if answer for each in figures_of(name, answer)
         ]
@@ -101,10 +104,10 @@ class _Engines:
             yield GaugeMetricFamily(name, text, count)
 
 
-def _answer(name: str) -> dict[str, Any] | None:
+def _answer(name: str, seconds: float) -> dict[str, Any] | None:
     """Return an engine's answer: None if it gives none, empty if it is another user's or has ended meanwhile."""
     try:
-        return ask_engine(name)
+        return ask_engine(name, seconds)
     except OfAnotherUser:
         return {}
     except CommandRefused:

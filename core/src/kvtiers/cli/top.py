@@ -10,9 +10,11 @@ import click
 
 from kvtiers.cli.engines import engines
 from kvtiers.cli.status import state_of
+from kvtiers.status import ANSWER_SECONDS
 
 __all__ = ["measured", "screen", "top"]
 
+_LIVE_SECONDS = 2.0  # for an engine's answer: one that hangs must not hold up the screen of the others
 _BREAKER = {0: "closed", 1: "open", 2: "probing"}
 _COLUMNS = ("tier", "state", "hits/s", "read GB/s", "write GB/s", "queue", "late/s", "breaker", "saved")
 _WIDTHS = (12, 10, 6, 9, 10, 5, 6, 7, 7)
@@ -59,12 +61,12 @@ def _show_live(interval: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    before = _look()
+    before = _look(_LIVE_SECONDS)
     with Live(Text("\n".join(screen(measured(before, before)))), screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(interval)
-                now = _look()
+                now = _look(_LIVE_SECONDS)
                 lines = screen(measured(now, before), time.strftime("%H:%M:%S"))
                 live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
                 before = now
@@ -72,8 +74,8 @@ def _show_live(interval: float) -> None:
             return
 
 
-def _look() -> list[dict[str, Any]]:
-    return [{**engine, "at": time.monotonic()} for engine in engines(quiet=True)]
+def _look(seconds: float = ANSWER_SECONDS) -> list[dict[str, Any]]:
+    return [{**engine, "at": time.monotonic()} for engine in engines(quiet=True, seconds=seconds)]
 
 
 def measured(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
