@@ -7,10 +7,12 @@ import re
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from kvtiers.api import make_offload_key
+from kvtiers.cli.progress import show_progress
 from kvtiers.cli.store import verify
 from kvtiers.host.compressed_store import compressed_store
 from kvtiers.layout.fingerprint_record import write_layout
@@ -532,7 +534,7 @@ def test_a_tier_manager_cannot_list(kvtiers, disk):
 
 
 def test_listing_reading_and_deleting_say_where_they_are(kvtiers, disk, monkeypatch):
-    monkeypatch.setattr("kvtiers.cli.progress._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("kvtiers.cli.store.session.show_progress", partial(show_progress, line_seconds=0.0))
     spoil(disk)
     lines = kvtiers("verify", "--delete-damaged", status=1).stderr.splitlines()
     assert re.fullmatch(r"1 values of \d+KiB found", lines[0])

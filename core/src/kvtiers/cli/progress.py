@@ -34,14 +34,16 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def show_progress(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    """Show progress: in one line that changes on a terminal, as a plain line every few seconds elsewhere.
+def show_progress(
+    stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic, line_seconds: float = _LINE_SECONDS
+) -> Iterator[Report]:
+    """Show progress: in one line that changes on a terminal, as a plain line every ``line_seconds`` elsewhere.
 
     Where there were such lines, there is a last one at the end, since they stay: one of before would be the last word.
     """
     stream = stream or sys.stderr
     if not stream.isatty():
-        lines = _Throttled(lambda text: print(text, file=stream, flush=True), _LINE_SECONDS, clock)
+        lines = _Throttled(lambda text: print(text, file=stream, flush=True), line_seconds, clock)
         yield lines
         lines.end()
         return
