@@ -14,14 +14,15 @@ from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIde
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.start_line import OFF, StartFacts, StartLine, rows_in_words
 
+WAIT = {"start_wait": "100s"}
+"""Tiers have as long as a busy machine needs before the line is written without them."""
 WRONG = {**MEMORY, "capacity": "1KiB", "name": "wrong", "breaker": {"delay": "60s"}}
 
 
 @pytest.fixture
-def lines(caplog, monkeypatch):
-    """Wait until a line with this text is logged, and return all lines; tiers have as long as a busy machine needs."""
+def lines(caplog):
+    """Wait until a line with this text is logged, and return all lines."""
     caplog.set_level(logging.INFO, logger="kvtiers")
-    monkeypatch.setattr("kvtiers.start_line._SAY_WITHIN", 100.0)
 
     def lines(text):
         until = time.monotonic() + 120
@@ -36,7 +37,7 @@ def lines(caplog, monkeypatch):
 @pytest.mark.parametrize("io", ["thread", "process"])
 def test_a_start_is_one_line_with_all_that_it_is(lines, io):
     before = time.time()
-    with running(config(namespace="prod", secondary=[{**MEMORY, "io": io, "name": "near"}])):
+    with running(config(**WAIT, namespace="prod", secondary=[{**MEMORY, "io": io, "name": "near"}])):
         (line,) = [text for level, text in lines("is on") if level == "INFO" and "is on" in text]
     since = re.search(r"shared since (\S+) by", line)
     assert since, line
@@ -54,7 +55,7 @@ def test_a_start_is_one_line_with_all_that_it_is(lines, io):
 @pytest.mark.parametrize("io", ["thread", "process"])
 def test_a_tier_that_cannot_be_used_says_so_at_the_start_though_the_engine_makes_no_step(lines, io):
     tiers = [{**MEMORY, "io": io}, {**WRONG, "io": io}]
-    with running(config(secondary=tiers)) as (manager, _, _):
+    with running(config(**WAIT, secondary=tiers)) as (manager, _, _):
         said = lines("is on")
         warnings = [text for level, text in said if level == "WARNING" and text.startswith("wrong: ")]
         assert len(warnings) == 1
@@ -80,7 +81,7 @@ def test_without_a_name_for_the_weights_the_line_says_that_nothing_is_shared(lin
 
 
 def test_without_a_tier_in_use_the_line_says_that_nothing_is_shared_yet(lines):
-    with running(config(secondary=[WRONG])):
+    with running(config(**WAIT, secondary=[WRONG])):
         (line,) = [text for _, text in lines("is on") if "is on" in text]
     assert line.endswith("to be shared by all engines with this namespace and fingerprint once a tier is in use")
 

@@ -93,7 +93,7 @@ class EngineLifecycle:
         )
         tiers = {name: (self._kinds[name], tier) for name, tier in self.tiers.tiers.items()}
         with contextlib.suppress(RuntimeError):  # no thread can be had: the line is for people, the engine starts
-            self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
+            self._start_line = StartLine(facts, tiers, lambda: region.all_joined, self._start_wait)
 
     def ready(self) -> bool:
         """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned.

@@ -86,15 +86,21 @@ def rows_in_words(layout: CacheLayout) -> str:
 class StartLine:
     """Writes the line when ``ready()`` and all tiers have reported their state, or 10 s after ``ready()``.
 
-    ``tiers``: each by its name, with its type. ``close`` ends it, if it has not ended by itself.
+    ``start_wait``: in place of the 10 s, where the start itself waits longer for the tiers. ``tiers``: each by its
+    name, with its type. ``close`` ends it, if it has not ended by itself.
     """
 
     def __init__(
-        self, facts: StartFacts, tiers: Mapping[str, tuple[str, Announced]], ready: Callable[[], bool] = lambda: True
+        self,
+        facts: StartFacts,
+        tiers: Mapping[str, tuple[str, Announced]],
+        ready: Callable[[], bool] = lambda: True,
+        start_wait: float = 0.0,
     ) -> None:
         self._facts = facts
         self._tiers = tiers
         self._ready = ready
+        self._say_within = max(_SAY_WITHIN, start_wait)
         self._states: dict[str, str | None] = dict.fromkeys(tiers)
         self._since: float | None = None
         self._closed = threading.Event()
@@ -120,12 +126,12 @@ class StartLine:
             if ready_at is None and self._ready():
                 ready_at = now
             settled = None not in self._states.values()
-            if not said and ready_at is not None and (settled or now - ready_at >= _SAY_WITHIN):
+            if not said and ready_at is not None and (settled or now - ready_at >= self._say_within):
                 _log.info("%s", self._facts.line({name: self._words(name) for name in self._states}, self._since))
                 said = True
             if said and settled:
                 return
-            self._closed.wait(_LOOK_SECONDS if now - began < _SAY_WITHIN else _LATER_LOOK_SECONDS)
+            self._closed.wait(_LOOK_SECONDS if now - began < self._say_within else _LATER_LOOK_SECONDS)
 
     def _look(self, *, said: bool) -> None:
         """Record the tiers' first reports."""
