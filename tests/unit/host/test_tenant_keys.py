@@ -247,10 +247,9 @@ def test_keys_at_hand_come_before_commands_and_after_its_end_none_is_read(source
         raise ConfigError("no key")
 
     monkeypatch.setattr("kvtiers.encryption.tenant_keys.open_keys", refuse)
-    monkeypatch.setattr("kvtiers.encryption.tenant_keys._MOST_THREADS", 1)
     tenants = {name: {"key": {"command": ["false"]}} for name in "abc"} | {"here": {"key": source("here")}}
     config = EncryptionConfig.model_validate({"key": source("all"), "tenants": tenants})
-    reader = TenantKeyReader(config, "test", ring_with(missing=tenants), "disk", (0.001, 0.001))
+    reader = TenantKeyReader(config, "test", ring_with(missing=tenants), "disk", (0.001, 0.001), threads=1)
     reader.read()
     for thread in threading.enumerate():
         if thread.name == "kvtiers-disk-keys":
@@ -258,12 +257,11 @@ def test_keys_at_hand_come_before_commands_and_after_its_end_none_is_read(source
     assert read == ["here", "a", "b", "c", "here", "a"]
 
 
-def test_a_tenant_whose_key_does_not_come_keeps_no_other_one_waiting(kit, source, tmp_path, of, log_lines, monkeypatch):
-    monkeypatch.setattr("kvtiers.encryption.tenant_keys._WAIT_SECONDS", 0.01)
+def test_a_tenant_whose_key_does_not_come_keeps_no_other_one_waiting(kit, source, tmp_path, of, log_lines):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     tenants = {"blue": {"key": {"command": ["cat", str(pipe)]}}}
-    pool, events = kit.pool(kit.DictStore(), encryption={"key": source("all"), "tenants": tenants})
+    pool, events = kit.pool(kit.DictStore(), encryption={"key": source("all"), "tenants": tenants}, key_wait=0.01)
     assert not events.wait(Opened)[0].error, "while the command waits for who writes into the pipe"
     assert "1 of the 1 tenants that have their own" in log_lines("until their keys can be read")
     pool.submit(StoreJob(1, is_load=False, keys=of("red"), rows=range(2)))

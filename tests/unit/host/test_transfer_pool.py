@@ -387,9 +387,7 @@ def test_a_call_that_hangs_does_not_hold_up_the_end(kit, keys, stuck):
     assert gated.closed == 0
 
 
-def test_a_store_that_waits_between_attempts_is_not_waited_for(kit, keys, monkeypatch):
-    monkeypatch.setattr("kvtiers.host.store_calls._FIRST_PAUSE", HOUR)
-    monkeypatch.setattr("kvtiers.host.store_calls._LONGEST_PAUSE", HOUR)
+def test_a_store_that_waits_between_attempts_is_not_waited_for(kit, keys):
     tried = threading.Event()
 
     class Down(kit.DictStore):
@@ -398,7 +396,7 @@ def test_a_store_that_waits_between_attempts_is_not_waited_for(kit, keys, monkey
             raise ConnectionError("down")
 
     down = Down()
-    pool, events = kit.pool(down, retries=1000, deadline=1000 * HOUR)
+    pool, events = kit.pool(down, retries=1000, retry_pauses=(HOUR, HOUR), deadline=1000 * HOUR)
     pool.submit(store(1, keys))
     assert tried.wait(kit.PATIENCE)
     pool.close(kit.PATIENCE)

@@ -242,7 +242,7 @@ def kit():
     def run(keys, *, within=PATIENCE, names=NAMES, **more):
         return ValueRun(names, keys, range(len(keys)), time.monotonic() + within, **more)
 
-    def pool(store, *, threads=2, deadline=PATIENCE, reopen=(0.01, 0.02), encryption=None, **options):
+    def pool(store, *, threads=2, deadline=PATIENCE, reopen=(0.01, 0.02), encryption=None, key_wait=5.0, **options):
         def open_store():
             return store() if not isinstance(store, ChunkStore) else store
 
@@ -251,7 +251,9 @@ def kit():
             open_store,
             rows.views,
             NAMES,
-            PoolOptions(MoverOptions([(PAYLOAD, VALUE)], **options), "test", threads, deadline, reopen),
+            PoolOptions(
+                MoverOptions([(PAYLOAD, VALUE)], **options), "test", threads, deadline, reopen, key_wait=key_wait
+            ),
             events,
             encryption=encryption and EncryptionConfig.model_validate(encryption),
         )

@@ -21,10 +21,12 @@ from kvtiers.encryption.config import EncryptionConfig
 from kvtiers.encryption.key_source import open_keys
 from kvtiers.encryption.keys import KeyRing
 
-__all__ = ["TenantKeyReader"]
+__all__ = ["KEY_WAIT", "TenantKeyReader"]
+
+KEY_WAIT = 5.0
+"""How long a store that is opened waits for its tenants' keys: a command that hangs must not keep the others out."""
 
 _log = logging.getLogger("kvtiers.secondary")
-_WAIT_SECONDS = 5.0  # a command that hangs must not keep the other tenants from their tier
 _MOST_THREADS = 8  # each of which may run an operator's command
 _MOST_NAMED = 8  # tenants, in one line of the log
 
@@ -33,11 +35,22 @@ class TenantKeyReader:
     """Reads the keys of all tenants that a config lists, and adds them to the namespace's (``ring``).
 
     ``pauses``: seconds until keys that could not be had are tried again, doubling from the first to the second.
+    ``wait``: seconds for the first attempts, at most. ``threads``: the most that read keys.
     """
 
     def __init__(
-        self, config: EncryptionConfig, namespace: str, ring: KeyRing, label: str, pauses: tuple[float, float]
+        self,
+        config: EncryptionConfig,
+        namespace: str,
+        ring: KeyRing,
+        label: str,
+        pauses: tuple[float, float],
+        *,
+        wait: float = KEY_WAIT,
+        threads: int = _MOST_THREADS,
     ) -> None:
+        self._wait = wait
+        self._threads = threads
         self._config = config
         self._namespace = namespace
         self._ring = ring
@@ -52,10 +65,10 @@ class TenantKeyReader:
 
     def read(self) -> None:
         """Begin to read, and wait some seconds for the first attempts; what comes later is added then."""
-        tenants, until = len(self._waiting), time.monotonic() + _WAIT_SECONDS
+        tenants, until = len(self._waiting), time.monotonic() + self._wait
         threads = [
             threading.Thread(target=self._run, name=f"kvtiers-{self._label}-keys", daemon=True)
-            for _ in range(min(_MOST_THREADS, tenants))
+            for _ in range(min(self._threads, tenants))
         ]
         for thread in threads:
             thread.start()  # a RuntimeError, since none can be had, is the store's that is opened

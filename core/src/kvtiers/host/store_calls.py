@@ -34,7 +34,20 @@ from kvtiers.host.messages import Status, drop_oldest
 from kvtiers.host.one_by_one import OneByOne
 from kvtiers.layout.seal import PayloadHash
 
-__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "Read", "StoreCalls", "StoreLog", "plugin_place"]
+__all__ = [
+    "RETRY_PAUSES",
+    "Attempts",
+    "KnownNames",
+    "NoTimeLeft",
+    "RateLimiter",
+    "Read",
+    "StoreCalls",
+    "StoreLog",
+    "plugin_place",
+]
+
+RETRY_PAUSES = 0.02, 2.0
+"""Seconds until the first retry of a call, and the most until a later one."""
 
 _log = logging.getLogger("kvtiers.secondary")
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
@@ -42,8 +55,6 @@ _log = logging.getLogger("kvtiers.secondary")
 _STEP_BYTES = 64 << 10
 _MOST_VIEWS = 64
 _LONGEST_REASON = 500
-_FIRST_PAUSE = 0.02
-_LONGEST_PAUSE = 2.0
 _BURST_SECONDS = 1.0  # so much of an unused rate is kept
 _T = TypeVar("_T")
 _MOST_KNOWN = 65_536
@@ -185,7 +196,10 @@ class RateLimiter:
 
 
 class Attempts:
-    """Makes the calls of one store and counts the retries. Used by many threads."""
+    """Makes the calls of one store and counts the retries. Used by many threads.
+
+    ``pauses``: seconds until a retry, doubling from the first to the second.
+    """
 
     def __init__(
         self,
@@ -194,7 +208,9 @@ class Attempts:
         limiter: RateLimiter,
         stop: threading.Event,
         clock: Callable[[], float] = time.monotonic,
+        pauses: tuple[float, float] = RETRY_PAUSES,
     ) -> None:
+        self._pauses = pauses
         self._transient = tuple(transient)
         self._retries = retries
         self._limiter = limiter
@@ -226,7 +242,8 @@ class Attempts:
             except StoreContractError:  # whatever a store calls transient: asked again, it would answer the same
                 raise
             except self._transient:
-                pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter
+                first, longest = self._pauses
+                pause = min(first * 2**attempt, longest) * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter
                 last = attempt == self._retries or self._clock() + pause >= give_up_at
                 if last or self._stop.wait(pause):
                     raise

@@ -52,7 +52,8 @@ class StoreOpener:
     ``encryption``: where the keys come from that values are encrypted with. ``record``: the layout record, compared
     with the store's.
     ``callers``: the views for jobs of which values lie in a client's region. ``stop``: ends waits, when closed.
-    ``pauses``: between attempts to read tenants' keys, in seconds, as those to open the store.
+    ``pauses``: between attempts to read tenants' keys, in seconds, as those to open the store. ``key_wait``: for the
+    first of these attempts.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StoreOpener:
         *,
         label: str,
         pauses: tuple[float, float],
+        key_wait: float,
         callers: BounceBufferViews | None,
         encryption: EncryptionConfig | None,
     ) -> None:
@@ -71,6 +73,7 @@ class StoreOpener:
         self._stop = stop
         self._label = label
         self._pauses = pauses
+        self._key_wait = key_wait
         self._callers = callers
         self._encryption = encryption
         self._tenant_keys: TenantKeyReader | None = None
@@ -145,7 +148,9 @@ class StoreOpener:
     def _read_tenant_keys(self, encryption: EncryptionConfig, keys: KeyRing, namespace: str) -> None:
         """Read the keys of tenants that have their own; those that do not come at once are added later."""
         self.close()  # those of an opening that failed after it
-        reader = self._tenant_keys = TenantKeyReader(encryption, namespace, keys, self._label, self._pauses)
+        reader = self._tenant_keys = TenantKeyReader(
+            encryption, namespace, keys, self._label, self._pauses, wait=self._key_wait
+        )
         if self._stop.is_set():  # ``close`` may not have seen them
             self.close()
         reader.read()

@@ -40,7 +40,16 @@ from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
 from kvtiers.host.messages import Parts, Status
 from kvtiers.host.presence import Presence
 from kvtiers.host.quotas import TenantQuotas
-from kvtiers.host.store_calls import Attempts, KnownNames, NoTimeLeft, RateLimiter, Read, StoreCalls, StoreLog
+from kvtiers.host.store_calls import (
+    RETRY_PAUSES,
+    Attempts,
+    KnownNames,
+    NoTimeLeft,
+    RateLimiter,
+    Read,
+    StoreCalls,
+    StoreLog,
+)
 from kvtiers.host.value_run import Moved, ValueRun
 from kvtiers.layout.borrowed_views import LentValues, Loan, ValueViews
 from kvtiers.layout.seal import PlainSeal, Seal, SealVerdict
@@ -70,6 +79,8 @@ def _go_on() -> None:
 class MoverOptions:
     """How the values of a store are moved. ``sizes[g]``: (payload bytes, value bytes) of KV group g.
 
+    ``retry_pauses``: seconds until a call is retried, doubling from the first to the second.
+
     ``give_way``: called by each thread after so many bytes, to yield the processor to a thread that waits. Without that
     it would wait for the kernel's next clock tick: 4 ms at 250 ticks a second, ten times what a value takes.
     """
@@ -82,6 +93,7 @@ class MoverOptions:
     give_way: Callable[[], object] = _go_on
     compression: Compression = "none"
     quotas: Mapping[str, int] = field(default_factory=dict)
+    retry_pauses: tuple[float, float] = RETRY_PAUSES
 
 
 def mover_options(
@@ -155,7 +167,9 @@ class ValueMover:
         self.quotas = quotas
         self._turn = _Turn()
         self._limiter = RateLimiter(options.rate_limit, stop)
-        self._attempts = Attempts(store.transient_errors, options.retries, self._limiter, stop)
+        self._attempts = Attempts(
+            store.transient_errors, options.retries, self._limiter, stop, pauses=options.retry_pauses
+        )
         self._known = known or KnownNames(options.exists_ttl)
         self._store_log = StoreLog(label or type(store).__name__)
         self._presence = Presence(store, self._attempts, self._known, self._store_log)

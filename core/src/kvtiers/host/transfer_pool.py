@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from kvtiers._failures import logged_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, TierConfig
 from kvtiers.encryption.config import EncryptionConfig
+from kvtiers.encryption.tenant_keys import KEY_WAIT
 from kvtiers.host.bounce_buffers import BounceBufferViews
 from kvtiers.host.layout_record import LayoutRecord
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Status, StoreJob
@@ -53,7 +54,8 @@ class PoolOptions:
     """The options of a pool. ``label``: the tier's name, in log lines. ``deadline``: of a job, in seconds.
 
     ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
-    ``store_threads``: how many of the threads may write at the same time; None: all but one.
+    ``store_threads``: how many of the threads may write at the same time; None: all but one. ``key_wait``: for tenants'
+    own keys, when a store is opened; what comes later is added then.
     """
 
     mover: MoverOptions
@@ -62,6 +64,7 @@ class PoolOptions:
     deadline: float
     reopen: tuple[float, float]
     store_threads: int | None = None
+    key_wait: float = KEY_WAIT
 
     @classmethod
     def of(
@@ -111,7 +114,14 @@ class TransferPool:
         self._record = LayoutRecord(described, label, options.mover.compression)
         self._stop = threading.Event()
         self._opener = StoreOpener(
-            views, self._record, self._stop, label=label, pauses=options.reopen, callers=callers, encryption=encryption
+            views,
+            self._record,
+            self._stop,
+            label=label,
+            pauses=options.reopen,
+            key_wait=options.key_wait,
+            callers=callers,
+            encryption=encryption,
         )
         self._queue = TransferQueue(options.threads, options.store_threads)
         self._prober = Prober(options.deadline, emit, label)
