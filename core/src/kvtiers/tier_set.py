@@ -208,7 +208,7 @@ class TierSet:
             config.may_lose,
             None if config.writes_per_hour is None else config.writes_per_hour / value_bytes,
             capacity // value_bytes if isinstance(capacity, int) else None,
-            plugin.shareable,
+            shareable=plugin.shareable,
         )
         return TierSlot(index, tier, options), tier
 

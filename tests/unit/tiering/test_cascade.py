@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvtiers.tiering import cascade
 from kvtiers.tiering.jobs import TieringOptions
 
 from .harness import HIT, MISS, Bench, chain, payload
@@ -130,8 +129,9 @@ def test_a_store_that_failed_in_part_is_counted_and_frees_its_rows():
 # -- second access
 
 
-def second_access(**more):
-    return Bench(rows=32, tiers={"a": {"admission": "second_access"}, **more}, options=WIDE)
+def second_access(remembered=1_000_000, **more):
+    tiers = {"a": {"admission": "second_access", "remembered": remembered}, **more}
+    return Bench(rows=32, tiers=tiers, options=WIDE)
 
 
 def test_second_access_stores_a_chunk_when_it_is_read_and_only_once():
@@ -204,17 +204,18 @@ def test_second_access_forgets_what_was_sent_when_the_weights_change():
     assert bench.tier["a"].has(KEYS[:2]) == [True, True]
 
 
-def test_what_second_access_remembers_is_bounded(monkeypatch):
-    monkeypatch.setattr(cascade, "_REMEMBERED", 100)
-    bench = second_access()
+def test_what_second_access_remembers_is_bounded():
+    bench = second_access(remembered=100)
     for number in range(50):
         bench.store(chain(f"n{number:02}", 8))
-    (wanted,) = bench.manager._cascades._second.values()
-    assert 50 < len(wanted._sent) <= 100
     assert not stores(bench)
-    bench.forget()
-    bench.store(chain("n00", 8) + chain("n49", 8))
-    assert stores(bench) == [chain("n49", 8)], "the oldest are forgotten first"
+    for number in reversed(range(50)):
+        bench.forget()
+        bench.store(chain(f"n{number:02}", 8))
+    sent = {key for keys in stores(bench) for key in keys}
+    assert 50 < len(sent) <= 100
+    every = [key for number in range(50) for key in chain(f"n{number:02}", 8)]
+    assert sent == {*every[-len(sent) :]}, "the oldest are forgotten first"
 
 
 # -- on eviction

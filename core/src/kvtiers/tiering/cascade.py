@@ -24,7 +24,6 @@ from kvtiers.types import RequestContext
 
 __all__ = ["Cascades"]
 
-_REMEMBERED = 1_000_000  # keys a tier with second_access remembers
 _WORK_AHEAD_ROWS = 256  # most chunks that one step sends down ahead of their eviction
 
 
@@ -68,7 +67,7 @@ class Cascades:
         if slot.options.admission == "all":
             self._at_once.append(slot)
         elif slot.options.admission == "second_access":
-            self._second[slot] = _Wanted()
+            self._second[slot] = _Wanted(slot.options.remembered)
         elif slot.options.admission == "on_eviction":
             self._late.append(slot)
             self.works_ahead = True
@@ -291,9 +290,10 @@ class Cascades:
 
 
 class _Wanted:
-    """Keys that were wanted before, and whether they were sent since; bounded, the oldest are forgotten first."""
+    """Keys that were wanted before, and whether they were sent since: ``most``, the oldest are forgotten first."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._sent: dict[OffloadKey, bool] = {}
 
     def note(self, keys: Sequence[OffloadKey], *, resend: bool) -> list[OffloadKey]:
@@ -322,7 +322,7 @@ class _Wanted:
         self._sent.clear()
 
     def _bound(self) -> None:
-        if len(self._sent) > _REMEMBERED:
+        if len(self._sent) > self._most:
             # Many at once: finding the oldest key of a dict costs time for each that was removed before it.
-            for key in list(islice(self._sent, _REMEMBERED // 8)):
+            for key in list(islice(self._sent, self._most // 8)):
                 del self._sent[key]

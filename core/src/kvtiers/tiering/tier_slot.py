@@ -39,7 +39,8 @@ _LATE_FOR_EACH = 10  # chunks that came too late, to each that came in time
 class TierOptions:
     """The options of a tier that the tiering code itself uses.
 
-    ``writes_per_hour``: chunks; None: as many as it takes. ``chunks``: that it holds; None: not known.
+    ``writes_per_hour``: chunks; None: as many as it takes. ``chunks``: that it holds; None: not known. ``remembered``:
+    keys that a tier with ``second_access`` remembers as seen once.
     """
 
     name: str
@@ -49,6 +50,7 @@ class TierOptions:
     may_lose: float = 0.01
     writes_per_hour: float | None = None
     chunks: int | None = None
+    remembered: int = 1_000_000
     shareable: bool = False
     """Several processes may have its store open, and each finds what the others have written."""
 
