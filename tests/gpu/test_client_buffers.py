@@ -14,7 +14,6 @@ import torch
 
 from kvtiers import ModelIdentity, open_client
 from kvtiers._log_queue import flush_logs
-from kvtiers.gpu.cuda import buffers
 from kvtiers.gpu.cuda import driver as cuda_driver
 
 NBYTES = 3 * 4096
@@ -145,10 +144,10 @@ def value(seed, nbytes=NBYTES):
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-def opened(**more):
+def opened(store_queue="auto", **more):
     config = {
         "version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "30s",
-        "secondary": [{"type": "memory", "capacity": "64MiB"}],
+        "secondary": [{"type": "memory", "capacity": "64MiB", "store_queue": store_queue}],
     }  # fmt: skip
     return open_client(
         config, ModelIdentity("m", weights="w"), NBYTES, **{"bounce_bytes": 1 << 16, "deadline": PATIENCE} | more
@@ -360,9 +359,8 @@ def test_a_graph_that_another_thread_captures_is_not_disturbed(client) -> None:
     assert bytes_of(back) == value(1).tobytes()
 
 
-def test_rows_are_pinned_in_pieces_of_whole_rows_and_pages(played, monkeypatch) -> None:
-    monkeypatch.setattr(buffers, "_PIN_BYTES", 1)
-    with contextlib.closing(opened()) as client:
+def test_rows_are_pinned_in_pieces_of_whole_rows_and_pages(played) -> None:
+    with contextlib.closing(opened(bounce_bytes=40 << 20, store_queue=1 << 20)) as client:
         assert client.put(keys(1), [played.array(value(1))]).stored == [True]
         first, *more = sorted(played.pinned)
         assert more

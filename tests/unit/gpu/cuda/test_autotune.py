@@ -33,15 +33,14 @@ class Driver:
 
 
 @pytest.fixture
-def scratch(monkeypatch):
-    monkeypatch.setattr(autotune, "_PINNED_BYTES", 1 << 20)
+def scratch():
     layout = CacheLayout(
         ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("a", 0, 5000), KVTensor("b", 0, 3000)), blocks_per_chunk=4
     )
     kv = [np.zeros((2, 5000), np.uint8), np.zeros((2, 3000), np.uint8)]
     geometry = group_geometry(layout, 0, 0, kv_pages(layout, 0, kv), runs_of_rank(layout, 0, None))
     driver = Driver()
-    scratch = Scratch(geometry, driver, lambda nbytes: np.zeros(nbytes, np.uint8).view(Memory))
+    scratch = Scratch(geometry, driver, lambda nbytes: np.zeros(nbytes, np.uint8).view(Memory), 1 << 20)
     yield scratch
     scratch.close()
     assert driver.pinned == []

@@ -49,9 +49,18 @@ class Choice:
 
 
 class Scratch:
-    """Memory in place of a group's tensors and rows: as many blocks of the same fragments, side by side."""
+    """Memory in place of a group's tensors and rows: as many blocks of the same fragments, side by side.
 
-    def __init__(self, geometry: GroupGeometry, driver: CudaDriver, new_device_memory: Callable[[int], Any]) -> None:
+    ``pinned_bytes``: pinned at a time, a few rows: the engine's launches wait for each call.
+    """
+
+    def __init__(
+        self,
+        geometry: GroupGeometry,
+        driver: CudaDriver,
+        new_device_memory: Callable[[int], Any],
+        pinned_bytes: int = _PINNED_BYTES,
+    ) -> None:
         per_chunk = geometry.blocks_per_chunk
         rows = min(
             _BULK_BYTES // (geometry.block_bytes * per_chunk),
@@ -69,8 +78,7 @@ class Scratch:
         self.geometry = replace(geometry, kv=begin + self.kv.data_ptr(), stride=stride)
         self._driver = driver
         self._pinned: list[int] = []
-        # A few rows at a time: the engine's launches wait for each call.
-        step = whole_pages(max(1, _PINNED_BYTES // geometry.row_stride), geometry.row_stride) * geometry.row_stride
+        step = whole_pages(max(1, pinned_bytes // geometry.row_stride), geometry.row_stride) * geometry.row_stride
         try:
             for start in range(0, self.host.nbytes, step):
                 driver.pin(self.address + start, min(step, self.host.nbytes - start))
