@@ -327,15 +327,36 @@ def test_a_hundred_clients_at_once_are_all_answered(stepping):
     assert len(control.latest) == 20
 
 
-def test_no_thread_or_socket_is_left_of_a_socket_that_was_closed(stepping):
-    _, control = stepping
+@pytest.mark.parametrize("busy_seconds", [0, 0.2])
+def test_no_thread_or_socket_is_left_of_a_socket_that_was_closed(busy_seconds, monkeypatch):
+    """Also while it looks after the tiers, which takes a moment more."""
+    monkeypatch.setattr("kvtiers.control.SOCKET_PREFIX", "kvtiers-unseen-")
+    begun = threading.Event()
+
+    def tend():
+        begun.set()
+        time.sleep(busy_seconds)
+
+    before = set(threading.enumerate())
+    control = ControlSocket({}, tend=tend)
+    assert begun.wait(60)
     control.close()
-    until = time.monotonic() + 60
-    while any(thread.name in {"kvtiers-control", "kvtiers-command"} for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    assert set(threading.enumerate()) <= before
     with pytest.raises(CommandRefused, match="it does not answer: Connection refused"):
         send_command(control.name, "drain", 5)
+
+
+def test_closing_does_not_wait_long_for_tiers_that_hang(monkeypatch):
+    monkeypatch.setattr("kvtiers.control.SOCKET_PREFIX", "kvtiers-unseen-")
+    begun, goes_on = threading.Event(), threading.Event()
+    control = ControlSocket({}, tend=lambda: begun.set() or goes_on.wait())
+    try:
+        assert begun.wait(60)
+        control.close()
+        with pytest.raises(CommandRefused, match="it does not answer: Connection refused"):
+            send_command(control.name, "drain", 5)
+    finally:
+        goes_on.set()
 
 
 _HANGING = """

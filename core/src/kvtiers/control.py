@@ -29,6 +29,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -73,6 +74,7 @@ _COMMANDS = 16  # commands that wait for a step at once; the others wait for one
 _BACKLOG = 256
 _TEND_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1  # after a connection that could not be accepted, or while none may be
+_CLOSE_SECONDS = 1.0  # for the thread to end; it may have to carry a command out by itself, which can take longer
 _EACH_SECONDS = 0.001  # after every connection: 1,000 a second are 2 % of a processor
 REMEMBERED = 20
 _LONGEST_NOTE = 500
@@ -180,14 +182,18 @@ class ControlSocket:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(_BACKLOG)
-        self._socket.settimeout(_TEND_SECONDS)
-        threading.Thread(target=self._serve, name="kvtiers-control", daemon=True).start()
+        self._socket.setblocking(False)
+        self._arrivals = select.poll()
+        self._arrivals.register(self._socket, select.POLLIN)
+        self._thread = threading.Thread(target=self._serve, name="kvtiers-control", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Take no further command. One that waits for a step gets no answer but the connection's end."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
+        self._thread.join(_CLOSE_SECONDS)  # before the number of its socket can become another file's
         self._socket.close()
         self._on_close()
 
@@ -202,14 +208,14 @@ class ControlSocket:
                 self._accept()
 
     def _accept(self) -> None:
-        """Accept a connection; if its user may, have a thread of its own serve it."""
+        """Wait for a connection and accept it; if its user may, have a thread of its own serve it."""
         with contextlib.ExitStack() as refused:
             refused.callback(self._connections.release)
+            if not self._arrivals.poll(_TEND_SECONDS * 1000) or self._closed.is_set():
+                return
             try:
                 connection = refused.enter_context(self._socket.accept()[0])
                 pid, uid = peer_credentials(connection)
-            except TimeoutError:
-                return
             except OSError:  # as without a descriptor to spare
                 self._closed.wait(_PAUSE_SECONDS)
                 return
