@@ -301,10 +301,11 @@ def test_a_write_waits_for_the_report_and_not_for_the_count_that_comes_after_it(
     counts, goes_on, waits = threading.Event(), threading.Event(), threading.Event()
     wait_for = store._ledger._changed.wait_for
     monkeypatch.setattr(store._ledger._changed, "wait_for", lambda *of: waits.set() or wait_for(*of))
-    monkeypatch.setattr(store._evictor, "_count", lambda *_: counts.set() or goes_on.wait())
     try:
         with (folder.path / ".usage").open() as holder:
-            fcntl.flock(holder, fcntl.LOCK_EX)
+            with store._evictor.turn:  # else a round that counts could have the lock, for ever
+                fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                monkeypatch.setattr(store._evictor, "_count", lambda *_: counts.set() or goes_on.wait())
             store.write(first, value(1))
             store.write(second, value(2))
             writer = threading.Thread(target=store.write, args=[third, value(3)])
