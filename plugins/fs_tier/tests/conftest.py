@@ -15,10 +15,11 @@ import pytest
 
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.paths import place_of
-from kvtiers_fs.quota import Index, Waits
+from kvtiers_fs.quota import Index
 from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.store import SlabStore
 from kvtiers_fs.store import FsStore
+from kvtiers_fs.waits import Waits
 
 PAGE = 4096
 PATIENCE = 60.0
@@ -37,11 +38,11 @@ class Folder:
         self.path = path
         self.stores: list[FsStore] = []
 
-    def open(self, capacity="1GiB", *, read_only=False, waits=waits, **options) -> FsStore:
+    def open(self, capacity="1GiB", *, read_only=False, waits=None, **options) -> FsStore:
         # Of the deadline a call may wait a quarter for reports.
         options = {"min_free": 0, "deadline": f"{4 * PATIENCE}s", **options}
         config = FsConfig(type="fs", path=self.path, capacity=capacity, **options)
-        self.stores.append(FsStore(config, read_only=read_only, waits=waits))
+        self.stores.append(FsStore(config, read_only=read_only, waits=waits or self.waits))
         return self.stores[-1]
 
     def close(self) -> None:
@@ -108,14 +109,17 @@ class Folder:
 class SlabFolder:
     """One root with a slab, and its stores."""
 
+    waits = Waits(lock=PATIENCE, close=PATIENCE)
+    """They wait for each other's lock, and for their evictors, as long as it takes."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stores: list[SlabStore] = []
 
-    def open(self, capacity="1GiB", *, read_only=False, **options) -> SlabStore:
+    def open(self, capacity="1GiB", *, read_only=False, waits=None, **options) -> SlabStore:
         options = {"min_free": 0, "layout": "slab", **options}
         config = FsConfig(type="fs", path=self.path, capacity=capacity, **options)
-        self.stores.append(SlabStore(config, read_only=read_only))
+        self.stores.append(SlabStore(config, read_only=read_only, waits=waits or self.waits))
         return self.stores[-1]
 
     def close(self) -> None:
@@ -133,7 +137,7 @@ class SlabFolder:
 
 @pytest.fixture
 def slab_folder(tmp_path, monkeypatch):
-    """A folder for slabs; its stores wait for each other's lock, and for their evictors, as long as it takes."""
+    """A folder for slabs, whose evictors make no two rounds at once."""
     one_round, rounds = SlabEvictor.round, threading.Lock()
 
     def round_by_itself(evictor):
@@ -141,9 +145,6 @@ def slab_folder(tmp_path, monkeypatch):
             one_round(evictor)
 
     monkeypatch.setattr(SlabEvictor, "round", round_by_itself)
-    for place in ("store", "segments", "evictor"):
-        monkeypatch.setattr(f"kvtiers_fs.slab.{place}.LOCK_SECONDS", PATIENCE)
-    monkeypatch.setattr("kvtiers_fs.slab.store._CLOSE_SECONDS", PATIENCE)
     folder = SlabFolder(tmp_path / "values")
     yield folder
     folder.close()

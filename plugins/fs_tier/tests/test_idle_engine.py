@@ -8,17 +8,14 @@ import pytest
 from tests.integration.hosts.harness import Engine, keys
 
 from kvtiers.control import ControlSocket
-from kvtiers.secondary import tier_counts
-from kvtiers.tiering import tier_slot
 
 PATIENCE = 60.0
+HALF_A_MINUTE = 31.0  # and some
 
 
 @pytest.fixture
-def idle(folder, mounted, monkeypatch):
+def idle(folder, mounted):
     """An engine over a small disk that steps only when woken, as vLLM does; its control socket tends its tiers."""
-    monkeypatch.setattr(tier_counts, "_QUIET_SECONDS", 0.5)
-    monkeypatch.setattr(tier_slot, "_OFFER_SECONDS", 1.0)
     mounted("tmpfs", "size=4m,mode=0700")
     engine = Engine({"type": "fs", "path": str(folder.path), "capacity": "64MiB", "min_free": 0, "io": "thread"})
     woken, is_over = threading.Event(), threading.Event()
@@ -61,9 +58,11 @@ def test_an_idle_engine_notices_that_its_full_disk_has_room_and_stores_what_it_d
     assert own(engine)["full"] == 1
     thread.start()  # from here on it is idle
     dropped = own(engine)["dropped_full"]
+    engine.wind(HALF_A_MINUTE)
     wait_until(lambda: own(engine)["dropped_full"] > dropped, "another try")
     assert own(engine)["full"] == 1, "it was tried, and is full"
     others.unlink()
+    engine.wind(HALF_A_MINUTE)
     wait_until(lambda: own(engine)["full"] == 0, "its having room")
     wait_until(lambda: "fs: takes values again" in caplog.text, "the line that says so")
     stored = lambda: engine.manager.stats()["tiers"]["fs"]["stored_chunks"]  # noqa: E731

@@ -3,10 +3,10 @@
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
-from kvtiers_fs import limits
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.slab.store import SlabStore
 from kvtiers_fs.store import FsStore
@@ -14,9 +14,10 @@ from kvtiers_fs.store import FsStore
 
 @pytest.fixture(params=["files", "slab"])
 def shared(request, folder, slab_folder, monkeypatch):
-    monkeypatch.setattr(limits, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr("socket.gethostname", lambda: "node-7")
-    return folder if request.param == "files" else slab_folder
+    shared = folder if request.param == "files" else slab_folder
+    shared.waits = replace(shared.waits, look=0.0)
+    return shared
 
 
 def said(caplog):

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from kvtiers_fs.directory import Directory, Permissions
-from kvtiers_fs.quota import USUAL_WAITS, UsageFile
+from kvtiers_fs.quota import UsageFile
+from kvtiers_fs.waits import USUAL_WAITS
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ _WORKER = """
 import mmap, random, sys
 from kvtiers.api import NotKept
 from kvtiers_fs.config import FsConfig
-from kvtiers_fs.quota import USUAL_WAITS, Waits
+from kvtiers_fs.waits import USUAL_WAITS, Waits
 from kvtiers_fs.store import FsStore
 
 path, wait, *numbers = sys.argv[1:]

@@ -6,7 +6,8 @@ import pytest
 
 from kvtiers.api import NotKept
 from kvtiers_fs.paths import SHARDS
-from kvtiers_fs.quota import Index, Ledger, Waits
+from kvtiers_fs.quota import Index, Ledger
+from kvtiers_fs.waits import Waits
 
 MIB = 1 << 20
 HOUR = 3600.0

@@ -383,7 +383,7 @@ def test_an_entry_of_an_earlier_use_of_its_segment_leads_nowhere(slab_folder, re
     (name,) = fill(store, value, 1)
     entry = store.slab.index.find(digest_of(name))
     fill(store, value, 1000, first=1)
-    with store.slab.index.locked(1):
+    with store.slab.index.locked():
         store.slab.index.insert([entry])
     assert store.exists([name]) == [False]
     assert read(store, name) is None

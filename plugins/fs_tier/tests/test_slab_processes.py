@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -25,14 +26,13 @@ _WORKER = """
 import hashlib, mmap, random, sys
 from kvtiers.api import NotKept
 from kvtiers_fs.config import FsConfig
-from kvtiers_fs.slab import evictor, segments, store as stores
 from kvtiers_fs.slab.store import SlabStore
+from kvtiers_fs.waits import Waits
 
-for module in (evictor, segments, stores):
-    module.LOCK_SECONDS = 60.0  # also where a busy machine keeps another process, which has the lock, waiting
+waits = Waits(lock=60.0)  # also where a busy machine keeps another process, which has the lock, waiting
 path, *numbers = sys.argv[1:]
 capacity, pages, seed, turns = map(int, numbers)
-store = SlabStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0, layout="slab"))
+store = SlabStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0, layout="slab"), waits=waits)
 choice = random.Random(seed)
 memory = memoryview(mmap.mmap(-1, 8 * 4096)), memoryview(mmap.mmap(-1, 8 * 4096))
 names = [f"ns/model-{'0' * 24}/{number:064x}" for number in range(600)]
@@ -164,9 +164,8 @@ def test_what_one_store_writes_or_deletes_another_sees_at_once_and_a_later_one_t
     assert read(later, "ns/b") == bytes(value(3))
 
 
-def test_a_process_that_is_stopped_with_the_lock_costs_writes_and_no_reads(slab_folder, read, value, monkeypatch):
-    monkeypatch.setattr("kvtiers_fs.slab.store.LOCK_SECONDS", 0.05)
-    store = slab_folder.open(CAPACITY)
+def test_a_process_that_is_stopped_with_the_lock_costs_writes_and_no_reads(slab_folder, read, value):
+    store = slab_folder.open(CAPACITY, waits=replace(slab_folder.waits, lock=0.05))
     store.write("ns/a", value(1))
     with (slab_folder.path / INDEX_FILE).open("rb") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)

@@ -24,7 +24,6 @@ __all__ = ["ADVICE", "LIMITS_FILE", "Limits"]
 LIMITS_FILE = ".limits"
 _log = logging.getLogger("kvtiers_fs")
 _MOST_BYTES = 4096
-_LOOK_SECONDS = 60.0
 _BY_LIMITS = "each evicts by its own limits, so that the strictest hold for all"
 _BY_ACCESS = "what the one writes may be closed to the other's user"
 _ACCESS = frozenset({"mode", "group"})
@@ -32,9 +31,10 @@ ADVICE = "give all processes that share the directory the same"
 
 
 class Limits:
-    """The limits of this process in the record, and those of others. Any thread."""
+    """The limits of this process in the record, and those of others, looked at every ``look_seconds``. Any thread."""
 
-    def __init__(self, config: FsConfig, directory: Directory) -> None:
+    def __init__(self, config: FsConfig, directory: Directory, look_seconds: float) -> None:
+        self._look_seconds = look_seconds
         self._directory = directory
         self._path = config.path
         self._own = {
@@ -58,10 +58,10 @@ class Limits:
             self._directory.put(LIMITS_FILE, content.encode())
 
     def look(self) -> None:
-        """Say, once, in what the process that wrote last differs. Once a minute at most; never raises for the disk."""
+        """Say, once, in what the process that wrote last differs. Not too often; never raises for the disk."""
         if time.monotonic() < self._next_look:
             return
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_look = time.monotonic() + self._look_seconds
         difference = self.difference()
         if difference and difference != self._said:
             self._said = difference

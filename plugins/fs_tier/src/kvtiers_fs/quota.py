@@ -25,8 +25,9 @@ from kvtiers.api import NotKept
 from kvtiers.api.units import format_size
 from kvtiers_fs.directory import Directory
 from kvtiers_fs.paths import SHARDS
+from kvtiers_fs.waits import USUAL_WAITS, Waits
 
-__all__ = ["USUAL_WAITS", "Deltas", "Index", "Ledger", "UsageFile", "Waits"]
+__all__ = ["Deltas", "Index", "Ledger", "UsageFile"]
 
 USAGE_FILE = ".usage"
 _MAGIC = b"kvtfsU1\n"
@@ -35,24 +36,6 @@ _SHARD = struct.Struct("<qqd")
 _BYTES = _HEAD.size + SHARDS * _SHARD.size + 4
 _STEPS = 128
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """The longest waits of a store for its evictor, and the length of the evictor's rounds; in seconds."""
-
-    room: float = 0.25
-    """Of a write for room."""
-    report: float = 5.0
-    """Of a call for reports. Each is a round away, but on a disk or a machine that is too busy."""
-    refusals: float = 4.0
-    """Times as long as a wait in vain, the next writes are refused at once: threads that wait do not read."""
-    round: float = 0.2
-    close: float = 5.0
-    """Of the end, for the evictor's thread."""
-
-
-USUAL_WAITS = Waits()
 
 
 class Deltas(NamedTuple):

@@ -14,9 +14,10 @@ from kvtiers_fs.directory import TOO_LARGE, RootRemovedError
 from kvtiers_fs.evictor import Evictor, free_bytes
 from kvtiers_fs.limits import Limits
 from kvtiers_fs.paths import Place, place_of
-from kvtiers_fs.quota import USUAL_WAITS, Ledger, UsageFile, Waits
+from kvtiers_fs.quota import Ledger, UsageFile
 from kvtiers_fs.root import open_root
 from kvtiers_fs.values import ValueFiles
+from kvtiers_fs.waits import USUAL_WAITS, Waits
 
 __all__ = ["FsStore"]
 
@@ -62,7 +63,7 @@ class FsStore(ChunkStore):
                 f"path {str(config.path)!r} cannot be written by uid {os.geteuid()}: {error}; give it the right to, or "
                 "set 'read_only: true'"
             ) from None
-        self._limits = Limits(config, self._directory)
+        self._limits = Limits(config, self._directory, waits.look)
         known, values = self._usage.load().total()
         self._figures: Mapping[str, float] = {"bytes": known, "values": values}
         if not read_only:

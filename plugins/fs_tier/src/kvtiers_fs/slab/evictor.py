@@ -29,7 +29,7 @@ from kvtiers_fs.evictor import free_bytes
 from kvtiers_fs.limits import Limits
 from kvtiers_fs.slab.format import Entry, NameRecord, is_core_record
 from kvtiers_fs.slab.index import LockBusyError, OwnedFd
-from kvtiers_fs.slab.segments import LOCK_SECONDS, Claimed, Slab, Totals
+from kvtiers_fs.slab.segments import Claimed, Slab, Totals
 
 __all__ = ["SlabEvictor"]
 
@@ -132,7 +132,7 @@ class SlabEvictor:
             self._next_floor = time.monotonic() + _FLOOR_SECONDS
             surplus = max(surplus, -(-short // slab.opened_index.header.segment_bytes))
         while surplus > 0 and not self._stopping:
-            with slab.opened_index.locked(LOCK_SECONDS):
+            with slab.opened_index.locked():
                 claimed = slab.segments.oldest()
                 if claimed is None:
                     return
@@ -144,13 +144,13 @@ class SlabEvictor:
         """See to it that a segment is ready when the one that is written to is full."""
         if totals.spare or totals.segments < slab.segments.most or totals.segments < _KEPT_SHARE:
             return
-        with slab.opened_index.locked(LOCK_SECONDS):
+        with slab.opened_index.locked():
             claimed = next(slab.segments.by_age(), None)
         if claimed is None:
             return
         try:
             if self._save_used(slab, claimed):
-                with slab.opened_index.locked(LOCK_SECONDS):
+                with slab.opened_index.locked():
                     slab.segments.evict(claimed)
         finally:
             claimed.release()
@@ -205,7 +205,7 @@ class SlabEvictor:
             for start in range(0, len(old), _BATCH):
                 if self._stopping:
                     return
-                with slab.opened_index.locked(LOCK_SECONDS):
+                with slab.opened_index.locked():
                     for entry in old[start : start + _BATCH]:
                         found = slab.opened_index.find(entry.digest)
                         if found is not None and found.is_at(entry) and self._is_expired(found):

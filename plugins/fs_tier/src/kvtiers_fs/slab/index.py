@@ -85,7 +85,9 @@ def segment_bytes_of(capacity: int, value_bytes: int) -> int:
     return max(1, min(wanted, capacity // FEWEST_SEGMENTS) // PAGE) * PAGE
 
 
-def open_index(directory: Directory, *, read_only: bool, capacity: int, value_bytes: int) -> "Index | None":
+def open_index(
+    directory: Directory, *, read_only: bool, capacity: int, value_bytes: int, lock_seconds: float
+) -> "Index | None":
     """Open the directory's index, made if there is none that can be used; None: there is none, and it is read-only."""
     while True:
         try:
@@ -97,7 +99,7 @@ def open_index(directory: Directory, *, read_only: bool, capacity: int, value_by
             continue
         header = Header.decode(os.pread(fd.fd, PAGE, 0))
         if header is not None and os.fstat(fd.fd).st_size >= header.index_bytes:
-            return Index(fd, header)
+            return Index(fd, header, lock_seconds)
         if read_only:
             return None
         # The values behind it cannot be found any more.
@@ -123,9 +125,13 @@ def _make(directory: Directory, capacity: int, value_bytes: int) -> None:
 
 
 class Index:
-    """The open index. Safe to use from several threads; what changes it is called within ``locked``."""
+    """The open index. Safe to use from several threads; what changes it is called within ``locked``.
 
-    def __init__(self, fd: OwnedFd, header: Header) -> None:
+    ``lock_seconds``: how long its lock is waited for.
+    """
+
+    def __init__(self, fd: OwnedFd, header: Header, lock_seconds: float) -> None:
+        self._lock_seconds = lock_seconds
         self.header = header
         self._fd = fd
         self._mine = threading.Lock()
@@ -147,8 +153,9 @@ class Index:
         os.fdatasync(self._fd.fd)
 
     @contextlib.contextmanager
-    def locked(self, seconds: float) -> Iterator[None]:
-        """Hold the lock; LockBusyError if it cannot be had for so long. 0: try once."""
+    def locked(self, *, once: bool = False) -> Iterator[None]:
+        """Hold the lock; LockBusyError if it cannot be had in time. ``once``: try once."""
+        seconds = 0.0 if once else self._lock_seconds
         until = time.monotonic() + seconds
         if not self._mine.acquire(timeout=seconds) if seconds else not self._mine.acquire(blocking=False):
             raise LockBusyError("the slab's index is locked")

@@ -27,13 +27,12 @@ from kvtiers_fs.root import open_root
 from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of, is_core_record, name_records, pages_of
 from kvtiers_fs.slab.index import Index, OwnedFd, allocate, open_index
 
-__all__ = ["LOCK_SECONDS", "Claimed", "SegmentFile", "Segments", "Slab", "Taken", "TooLargeError", "Totals"]
+__all__ = ["Claimed", "SegmentFile", "Segments", "Slab", "Taken", "TooLargeError", "Totals"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_OPEN = 128
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-LOCK_SECONDS = 1.0  # another process holds the index's lock for microseconds
 
 
 class TooLargeError(NotKept):
@@ -233,7 +232,7 @@ class Segments:
                 claimed.release()
 
     def _next(self, pages: int) -> Claimed:
-        with self._index.locked(LOCK_SECONDS):
+        with self._index.locked():
             before, self._claimed = self._claimed, None
             if before is not None:
                 self._fill(before)
@@ -436,6 +435,7 @@ class Slab:
         *,
         read_only: bool,
         woken: threading.Event,
+        lock_seconds: float,
         directory: Directory | None = None,
     ) -> None:
         root = open_root(config, read_only=read_only)
@@ -445,7 +445,11 @@ class Slab:
         self._min_free = config.min_free
         try:
             self.index = open_index(
-                self.directory, read_only=read_only, capacity=config.capacity, value_bytes=value_bytes
+                self.directory,
+                read_only=read_only,
+                capacity=config.capacity,
+                value_bytes=value_bytes,
+                lock_seconds=lock_seconds,
             )
             if self.index is not None:
                 self.segments = Segments(

@@ -16,15 +16,15 @@ from kvtiers_fs.slab.diagnosis import diagnose_slab, expect_local
 from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of
 from kvtiers_fs.slab.index import Index, LockBusyError
-from kvtiers_fs.slab.segments import LOCK_SECONDS, SegmentFile, Slab, Taken, TooLargeError
+from kvtiers_fs.slab.segments import SegmentFile, Slab, Taken, TooLargeError
 from kvtiers_fs.values import LEAST_COLD, behind, front, is_cached, try_direct
+from kvtiers_fs.waits import USUAL_WAITS, Waits
 
 __all__ = ["SlabStore"]
 
 _log = logging.getLogger("kvtiers_fs")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REFRESH_SECONDS = 3600  # as each first use, this writes to the index
-_CLOSE_SECONDS = 5.0
 _LONGEST_NAME = 512
 _TRIES = 3
 _DELETED_AT_ONCE = 64
@@ -36,7 +36,10 @@ class SlabStore(ChunkStore):
 
     batch_values = 32
 
-    def __init__(self, config: FsConfig, value_bytes: int = 4096, *, read_only: bool = False) -> None:
+    def __init__(
+        self, config: FsConfig, value_bytes: int = 4096, *, read_only: bool = False, waits: Waits = USUAL_WAITS
+    ) -> None:
+        self._waits = waits
         self._config = config
         self._value_bytes = value_bytes
         self._read_only = read_only
@@ -55,7 +58,7 @@ class SlabStore(ChunkStore):
                 f"path {str(config.path)!r} cannot be written by uid {os.geteuid()}: {error}; give it the right to, or "
                 "set 'read_only: true'"
             ) from None
-        self._limits = Limits(config, self._slab.directory)
+        self._limits = Limits(config, self._slab.directory, waits.look)
         self._direct = config.direct
         if self._direct is True and not read_only and (problem := try_direct(self._slab.directory)):
             self._direct = False
@@ -65,7 +68,14 @@ class SlabStore(ChunkStore):
             self._evictor.start()
 
     def _open(self, directory: Directory | None = None) -> Slab:
-        return Slab(self._config, self._value_bytes, read_only=self._read_only, woken=self._woken, directory=directory)
+        return Slab(
+            self._config,
+            self._value_bytes,
+            read_only=self._read_only,
+            woken=self._woken,
+            lock_seconds=self._waits.lock,
+            directory=directory,
+        )
 
     @property
     def slab(self) -> Slab:
@@ -166,14 +176,14 @@ class SlabStore(ChunkStore):
             if error.errno not in GONE:
                 raise
         if not self._read_only:
-            with contextlib.suppress(LockBusyError), slab.opened_index.locked(LOCK_SECONDS):
+            with contextlib.suppress(LockBusyError), slab.opened_index.locked():
                 slab.segments.forget(entry.segment, row)
         return None
 
     def _drop(self, index: Index, entries: Sequence[Entry]) -> None:
         """Forget values whose file was cut short."""
         if entries and not self._read_only:
-            with contextlib.suppress(LockBusyError), index.locked(LOCK_SECONDS):
+            with contextlib.suppress(LockBusyError), index.locked():
                 for entry in entries:
                     index.remove(entry.digest)
 
@@ -208,7 +218,7 @@ class SlabStore(ChunkStore):
         now = int(time.time())
         unmarked = [entry for entry in entries if not entry.used or abs(now - entry.time) >= _REFRESH_SECONDS]
         if unmarked and not self._read_only:
-            with contextlib.suppress(OSError), index.locked(0):  # LockBusyError is one, too
+            with contextlib.suppress(OSError), index.locked(once=True):  # LockBusyError is one, too
                 for entry in unmarked:
                     index.change(entry, entry._replace(used=1, time=now))
 
@@ -302,7 +312,7 @@ class SlabStore(ChunkStore):
             ]
 
             def insert() -> None:
-                with slab.opened_index.locked(LOCK_SECONDS):
+                with slab.opened_index.locked():
                     slab.opened_index.insert(entries)
 
             self._finish(slab, taken, [name for name, _ in names[:count]], entries, insert)
@@ -350,7 +360,7 @@ class SlabStore(ChunkStore):
         moved = entry._replace(edition=claimed.row.edition, segment=claimed.segment, page=taken.page, used=0)
 
         def insert() -> None:
-            with index.locked(LOCK_SECONDS):
+            with index.locked():
                 if not index.change(entry, moved):
                     index.count_dead(moved)
 
@@ -371,7 +381,7 @@ class SlabStore(ChunkStore):
         assert slab.index is not None
         there = [digest for digest in map(_digest, names) if slab.index.find(digest) is not None]
         for start in range(0, len(there), _DELETED_AT_ONCE):  # others write in between
-            with slab.index.locked(LOCK_SECONDS):
+            with slab.index.locked():
                 for digest in there[start : start + _DELETED_AT_ONCE]:
                     slab.index.remove(digest)
 
@@ -388,7 +398,7 @@ class SlabStore(ChunkStore):
 
     def close(self) -> None:
         """End the thread, release this store's segment, close the files."""
-        if self._evictor is not None and not self._evictor.stop(_CLOSE_SECONDS):
+        if self._evictor is not None and not self._evictor.stop(self._waits.close):
             return  # the file system hangs: its thread still uses the descriptors, which end with the process
         with self._making:
             self._closed = True
