@@ -24,6 +24,7 @@ from kvtiers.control import (
     ControlSocket,
     Request,
     send_command,
+    send_to,
 )
 from kvtiers.control_actions import EngineActions
 
@@ -43,11 +44,10 @@ def serve(monkeypatch):
     No command that asks all engines of the machine, as other tests run them, finds these sockets.
     """
     monkeypatch.setattr("kvtiers.control.SOCKET_PREFIX", "kvtiers-unseen-")
-    monkeypatch.setattr("kvtiers.control._READ_SECONDS", 60.0)
     sockets = []
 
-    def serve(actions):
-        sockets.append(ControlSocket(actions))
+    def serve(actions, read_seconds=60.0):
+        sockets.append(ControlSocket(actions, read_seconds=read_seconds))
         return sockets[-1]
 
     yield serve
@@ -188,15 +188,15 @@ def test_a_command_without_its_end_is_refused_when_the_stream_ends(stepping):
     assert "a command without its end" in says(stepping[1].name, line()[:-1], ends=True)
 
 
-def test_a_client_that_sends_nothing_gets_a_line_in_the_end_and_blocks_no_other(stepping, monkeypatch):
+def test_a_client_that_sends_nothing_blocks_no_other(stepping):
     _, control = stepping
-    with socket.socket(socket.AF_UNIX) as idle, socket.socket(socket.AF_UNIX) as briefly_awaited:
+    with socket.socket(socket.AF_UNIX) as idle:
         idle.connect(f"\0{control.name}")
         assert send_command(control.name, "switch", 60, tier="a", to="off")[0] == "a: off, it was on"
-        monkeypatch.setattr("kvtiers.control._READ_SECONDS", 0.05)
-        briefly_awaited.connect(f"\0{control.name}")
-        briefly_awaited.settimeout(60)
-        assert "no command has come within" in briefly_awaited.recv(1 << 16).decode()
+
+
+def test_a_client_that_sends_nothing_gets_a_line_in_the_end(serve):
+    assert "no command has come within 0.05s" in says(serve({}, read_seconds=0.05).name, b"")
 
 
 def test_a_client_that_sends_nothing_is_no_command_that_is_kept_or_logged(stepping, caplog):
@@ -298,13 +298,12 @@ def test_an_engine_that_does_not_step_is_said_so_and_does_it_never(serve):
     assert bench.slots[0].switch == "on"
 
 
-def test_a_drain_that_does_not_end_in_time_says_so(serve, monkeypatch):
-    monkeypatch.setattr("kvtiers.control_actions.LATE_SECONDS", 0.0)
+def test_a_drain_that_does_not_end_in_time_says_so(serve):
     bench = Bench(hold=True)
     bench.manager.complete_store(bench.begin_store(chain("a", 2)))
     control = serve(EngineActions(bench.manager, "m").actions())
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(send_command, control.name, "drain", 3)  # until it has begun, too
+        sent = pool.submit(send_to, control.name, "drain", 3, 60)  # until it has begun, too
         while not sent.done():
             bench.step()
             time.sleep(0.001)

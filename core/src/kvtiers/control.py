@@ -160,6 +160,7 @@ class ControlSocket:
 
     ``actions``: by their names, called on a thread of the connection's own. ``tend``: called about once a second.
     ``on_close``: called by ``close``. ``latest``: where the latest commands are noted, for an action that shows them.
+    ``read_seconds``: for a client to send its command, and to take its answer.
     """
 
     def __init__(
@@ -169,8 +170,10 @@ class ControlSocket:
         tend: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
         latest: deque[dict[str, Any]] | None = None,
+        read_seconds: float = _READ_SECONDS,
     ) -> None:
         self._actions = actions
+        self._read_seconds = read_seconds
         self._tend = tend
         self._on_close = on_close
         self._closed = threading.Event()
@@ -233,7 +236,7 @@ class ControlSocket:
     def _take(self, connection: socket.socket, pid: int, uid: int) -> None:
         try:
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(_READ_SECONDS)
+                connection.settimeout(self._read_seconds)
                 connection.sendall(_line(self._answer(connection, pid, uid)))
         finally:
             self._connections.release()
@@ -241,7 +244,7 @@ class ControlSocket:
     def _answer(self, connection: socket.socket, pid: int, uid: int) -> dict[str, Any]:
         what, action, line = "a command that is none", "", b""
         try:
-            line = _read_command(connection)
+            line = _read_command(connection, self._read_seconds)
             action, arguments, seconds = _parse(line)
             what = " ".join([action, *(f"{name}={value!r}" for name, value in arguments.items())])[:_LONGEST_NOTE]
             answer = self._do(action, Request(arguments, time.monotonic() + seconds))
@@ -382,9 +385,9 @@ def _read_answer(line: bytes, pid: int, late: str) -> dict[str, Any]:
     return {**answer, "text": "\n".join(map(_printable, lines))}
 
 
-def _read_command(connection: socket.socket) -> bytes:
+def _read_command(connection: socket.socket, seconds: float) -> bytes:
     try:
-        line = _read_line(connection, time.monotonic() + _READ_SECONDS, _LARGEST_COMMAND)
+        line = _read_line(connection, time.monotonic() + seconds, _LARGEST_COMMAND)
         if len(line) >= _LARGEST_COMMAND and not line.endswith(b"\n"):
             # What is left unread when the socket is closed would cost the client the answer.
             with contextlib.suppress(TimeoutError):
@@ -392,7 +395,7 @@ def _read_command(connection: socket.socket) -> bytes:
                 while _read_line(connection, until, _LARGEST_COMMAND) and time.monotonic() < until:
                     pass
     except TimeoutError:
-        raise CommandRefused(f"no command has come within {_READ_SECONDS:g}s") from None
+        raise CommandRefused(f"no command has come within {seconds:g}s") from None
     return line
 
 
