@@ -113,9 +113,8 @@ def test_a_system_prompt_counts_though_none_of_its_chunks_is_in_the_sample() -> 
     assert shadows.rates()["lru 1"] == pytest.approx(0.5, abs=0.01)
 
 
-def test_what_was_long_ago_counts_less(monkeypatch) -> None:
-    monkeypatch.setattr("kvtiers_policies.what_if.shadows._HALVED_AT", 300)
-    shadows = Shadows(Case(100), ["lru"], 1.0, step_chunks=16)
+def test_what_was_long_ago_counts_less() -> None:
+    shadows = Shadows(Case(100), ["lru"], 1.0, step_chunks=16, halved_at=300)
 
     def ask(first: int, count: int) -> None:
         for number in range(first, first + count):

@@ -35,7 +35,7 @@ _TAG_SHIFT, _TAG_BITS, _POSITION_BITS = 20, 20, 43
 _TAG = ((1 << _TAG_BITS) - 1) << _TAG_SHIFT
 _PER_OCTAVE, _AGES = 4, 160
 _NEVER = _AGES - 1
-_HALVED_AT = 1 << 24  # chunks counted: then all counts are halved, so that what was long ago counts less
+_HALVED_AT = 1 << 24
 _PRIOR = 1.0  # uses that a share of hits begins with: as at the next younger age
 
 
@@ -54,10 +54,14 @@ class Shadows:
     """The cases around ``now``, the engine's own, each with the hits of the sample by age. One thread at a time.
 
     ``policies``: those to be compared. ``share``: of the chunks that are in the sample, more than 0, at most 1.
-    ``step_chunks``: what the engine computes in a step, in chunks.
+    ``step_chunks``: what the engine computes in a step, in chunks. ``halved_at``: chunks counted, at which all counts
+    are halved, so that what was long ago counts less.
     """
 
-    def __init__(self, now: Case, policies: Sequence[str], share: float, step_chunks: int) -> None:
+    def __init__(
+        self, now: Case, policies: Sequence[str], share: float, step_chunks: int, halved_at: int = _HALVED_AT
+    ) -> None:
+        self._halved_at = halved_at
         self.share = share
         self.chunks = 0
         """Full chunks that requests have asked for."""
@@ -118,7 +122,7 @@ class Shadows:
         self.chunks += count
         self._references += count
         sampled = np.flatnonzero((words >> np.uint64(32)) < self.share * _LIMIT)
-        if self._references >= _HALVED_AT:
+        if self._references >= self._halved_at:
             self._halve()
         if not len(sampled):
             return None
