@@ -35,7 +35,8 @@ class ReplayOptions:
     ranks of each engine in processes of their own; 0: one rank in the engine's. ``engines``: processes among which the
     requests are dealt out. ``prefill_speed``: tokens per second, for estimates. ``device``: where KV lies. ``model``:
     whose bytes these are, as people read it. ``settle_seconds``: how long an engine goes on stepping when all is done,
-    to receive the tiers' own figures once more, which come each second.
+    to receive the tiers' own figures once more, which come each second. ``answer_seconds``: after which a rank that is
+    silent hangs, and an engine after twice as long: it is the one to name the rank. A step takes far less.
     """
 
     bytes_per_chunk: int = 4032
@@ -52,6 +53,7 @@ class ReplayOptions:
     device: Device = "cpu"
     model: str = ""
     settle_seconds: float = 0.0
+    answer_seconds: float = 60.0
 
     @property
     def world_size(self) -> int:

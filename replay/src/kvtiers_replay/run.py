@@ -36,5 +36,9 @@ def replay(
         config = config.model_copy(update={"primary": primary})
     tasks = deal_out(config, layout, workload, options)
     alone = options.engines == 1
-    measures = [run_engine(tasks[0], stop, progress)] if alone else run_engines(tasks, stop, progress)
+    measures = (
+        [run_engine(tasks[0], stop, progress)]
+        if alone
+        else run_engines(tasks, stop, progress, 2 * options.answer_seconds)
+    )
     return summarize(workload, config, options, measures)

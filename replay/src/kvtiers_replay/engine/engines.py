@@ -15,17 +15,16 @@ from kvtiers_replay.engine.task import EngineTask, run_engine
 __all__ = ["run_engines"]
 
 _OPEN_SECONDS = 120.0  # many processes start at the same time
-_ANSWER_SECONDS = 120.0  # twice what an engine waits for a rank: it is the one to name the rank
 _LOOK_SECONDS = 0.1
 
 
 def run_engines(
-    tasks: Sequence[EngineTask], stop: threading.Event, progress: Callable[[Progress], None]
+    tasks: Sequence[EngineTask], stop: threading.Event, progress: Callable[[Progress], None], answer_seconds: float
 ) -> list[Measures]:
     """Run each task in a process of its own and return their measures.
 
     What an engine raises is raised here. ReplayError names the engine that ended early, or that has not stepped for
-    long. Whatever happens, no process is left.
+    ``answer_seconds``. Whatever happens, no process is left.
     """
     engines: list[Child] = []
     try:
@@ -35,7 +34,7 @@ def run_engines(
             _next(engine, _OPEN_SECONDS)
         for engine in engines:
             engine.send("begin")
-        measures = _gather(engines, [len(task.requests) for task in tasks], stop, progress)
+        measures = _gather(engines, [len(task.requests) for task in tasks], stop, progress, answer_seconds)
     except BaseException:
         for engine in engines:
             engine.kill()
@@ -46,7 +45,11 @@ def run_engines(
 
 
 def _gather(
-    engines: Sequence[Child], requests: Sequence[int], stop: threading.Event, progress: Callable[[Progress], None]
+    engines: Sequence[Child],
+    requests: Sequence[int],
+    stop: threading.Event,
+    progress: Callable[[Progress], None],
+    answer_seconds: float,
 ) -> list[Measures]:
     """Pass progress on until every engine has handed in its measures. Each says a few times a second where it is."""
     latest = [Progress(0, count, 0, 0, {}) for count in requests]
@@ -71,8 +74,8 @@ def _gather(
                 latest[number] = message
             progress(total_progress(latest))
         for number in numbers.values():
-            if time.monotonic() - heard[number] > _ANSWER_SECONDS:
-                raise engines[number].silent(_ANSWER_SECONDS)
+            if time.monotonic() - heard[number] > answer_seconds:
+                raise engines[number].silent(answer_seconds)
     return [measures[number] for number in range(len(engines))]
 
 

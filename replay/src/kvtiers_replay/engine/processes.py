@@ -20,7 +20,7 @@ from kvtiers.api import KvtiersError
 __all__ = ["Child", "ReplayError"]
 
 _END_SECONDS = 10.0
-_STUCK_SECONDS = 120  # in the middle of a message, whose other end has stopped; a child that starts takes a while
+_STUCK_SECONDS = 120
 
 
 class ReplayError(KvtiersError):
@@ -28,13 +28,20 @@ class ReplayError(KvtiersError):
 
 
 class Child:
-    """A child process, as its parent sees it. ``serve``: a function of a module, called with its connection first."""
+    """A child process, as its parent sees it. ``serve``: a function of a module, called with its connection first.
 
-    def __init__(self, name: str, serve: Callable[..., None], *args: object) -> None:
+    ``stuck_seconds``: after which it hangs in the middle of a message; a child that starts takes a while.
+    """
+
+    def __init__(
+        self, name: str, serve: Callable[..., None], *args: object, stuck_seconds: int = _STUCK_SECONDS
+    ) -> None:
         self.name = name
+        self._stuck_seconds = stuck_seconds
+        self._hangs = False
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _STUCK_SECONDS, 0))
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", stuck_seconds, 0))
         with theirs:
             self.process = spawn(
                 "kvtiers_replay.engine.processes",
@@ -51,7 +58,7 @@ class Child:
         try:
             self.connection.send(message)
         except BlockingIOError:
-            raise self.silent(_STUCK_SECONDS) from None
+            raise self.silent(self._stuck_seconds) from None
         except OSError:
             raise self._lost() from None
 
@@ -62,13 +69,15 @@ class Child:
                 raise self.silent(timeout)
             return self.connection.recv()
         except BlockingIOError:
-            raise self.silent(_STUCK_SECONDS) from None
+            raise self.silent(self._stuck_seconds) from None
         except (EOFError, OSError, pickle.UnpicklingError):
             raise self._lost() from None
 
     def end(self) -> None:
-        """Close the child's connection, at which it ends; kill it if it does not end in time."""
+        """Close the child's connection, at which it ends; kill it if it hangs, or does not end in time."""
         self.connection.close()
+        if self._hangs:
+            self.kill()
         end(self.process, _END_SECONDS)
 
     def kill(self) -> None:
@@ -77,7 +86,8 @@ class Child:
         self.process.wait()
 
     def silent(self, seconds: float) -> ReplayError:
-        """Return the error of a child that is alive, and was silent for this many seconds."""
+        """Return the error of a child that is alive, and was silent for this many seconds: it hangs."""
+        self._hangs = True
         return ReplayError(
             f"{self.name} (process {self.process.pid}) has not answered for {seconds:g} s; the replay cannot go on "
             "without it"

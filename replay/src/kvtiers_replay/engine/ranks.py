@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockRun", "Ranks", "StepOrders", "StepReply", "open_ranks"]
 
-_ANSWER_SECONDS = 60.0  # of a rank that has its orders: far more than a step takes
+_OPEN_SECONDS = 60.0  # many processes start at the same time
 
 
 class BlockRun(NamedTuple):
@@ -122,9 +122,10 @@ class RankHere:
 
 
 class RankProcess:
-    """One rank in a process of its own."""
+    """One rank in a process of its own, which hangs if it has its orders and is silent for ``answer_seconds``."""
 
-    def __init__(self, setup: RankSetup) -> None:
+    def __init__(self, setup: RankSetup, answer_seconds: float) -> None:
+        self._answer_seconds = answer_seconds
         self.child = Child(f"rank {setup.rank}", _serve, setup)
 
     def begin(self, orders: StepOrders) -> None:
@@ -133,7 +134,7 @@ class RankProcess:
 
     def reply(self) -> StepReply:
         """Wait for the answer to the last orders. ReplayError if the rank has ended, or does not answer."""
-        reply: StepReply = self.child.receive(_ANSWER_SECONDS)
+        reply: StepReply = self.child.receive(self._answer_seconds)
         return reply
 
 
@@ -182,6 +183,7 @@ def open_ranks(
     *,
     processes: bool,
     device: Device = "cpu",
+    answer_seconds: float = 60.0,
 ) -> Iterator[Ranks]:
     """Open an engine's ranks, each in a process of its own or all in this one. They join its region by themselves."""
     with contextlib.ExitStack() as closing:
@@ -189,7 +191,7 @@ def open_ranks(
         for number in range(layout.world_size):
             setup = RankSetup(config, layout, engine_id, number, num_blocks, device)
             if processes:
-                process = RankProcess(setup)
+                process = RankProcess(setup, answer_seconds)
                 closing.callback(process.child.end)
                 ranks.append(process)
             else:
@@ -198,5 +200,5 @@ def open_ranks(
                 ranks.append(here)
         for rank in ranks:
             if isinstance(rank, RankProcess):
-                rank.child.receive(_ANSWER_SECONDS)
+                rank.child.receive(_OPEN_SECONDS)
         yield Ranks(ranks)

@@ -174,6 +174,7 @@ def _stack(task: EngineTask) -> Iterator[tuple[TieringManager, Ranks]]:
                 task.pool_blocks,
                 processes=task.options.workers > 0,
                 device=task.options.device,
+                answer_seconds=task.options.answer_seconds,
             )
         )
         manager.wait_ready(_START_SECONDS)

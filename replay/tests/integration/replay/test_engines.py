@@ -105,7 +105,6 @@ def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, w
 def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, nothing_is_left, monkeypatch) -> None:
     stopped, now = [], [0.0]
     monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(engines, "_ANSWER_SECONDS", 5.0)
 
     def stop(_progress) -> None:
         if not stopped:
@@ -113,8 +112,9 @@ def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, nothing_is
             os.kill(stopped[0], signal.SIGSTOP)
         now[0] += 1.0  # by this clock a second is a word of an engine's
 
+    options = ReplayOptions(engines=2, speed=1.0, answer_seconds=2.5)
     with pytest.raises(ReplayError, match=r"^engine 1 \(process \d+\) has not answered for 5 s; the replay "):
-        replay(sharing(tmp_path), workload, ReplayOptions(engines=2, speed=1.0), progress=stop)
+        replay(sharing(tmp_path), workload, options, progress=stop)
     wait_until(nothing_is_left)
 
 

@@ -8,20 +8,14 @@ from operator import methodcaller
 
 import pytest
 
-from kvtiers_replay.engine import processes
 from kvtiers_replay.engine.processes import Child, ReplayError
 
 MUCH = bytes(16 << 20)  # far more than a socket holds
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch) -> None:
-    monkeypatch.setattr(processes, "_STUCK_SECONDS", 2)
-
-
 @contextmanager
 def child(serve) -> Iterator[Child]:
-    started = Child("rank 3", serve)
+    started = Child("rank 3", serve, stuck_seconds=2)
     try:
         yield started
     finally:

@@ -78,19 +78,18 @@ def test_a_killed_rank_ends_the_replay_with_one_line_that_names_it(workload, wor
     assert not named(os.getpid(), "rank 0") + named(os.getpid(), "rank 1")
 
 
-def test_a_rank_that_hangs_ends_the_replay_too(workload, monkeypatch) -> None:
+def test_a_rank_that_hangs_ends_the_replay_too(workload) -> None:
     """It is the first to be waited for, so that the other's answer may come as late as a busy machine has it."""
-    monkeypatch.setattr("kvtiers_replay.engine.processes._END_SECONDS", 1.0)
     stopped: list[int] = []
 
     def stop(progress) -> None:
         if progress.requests >= 30 and not stopped:
-            monkeypatch.setattr("kvtiers_replay.engine.ranks._ANSWER_SECONDS", 5.0)
             stopped.extend(named(os.getpid(), "rank 0"))
             os.kill(stopped[0], signal.SIGSTOP)
 
+    options = ReplayOptions(workers=2, concurrency=4, primary_chunks=200, answer_seconds=10.0)
     with pytest.raises(ReplayError) as found:
-        replay(config(), workload, ReplayOptions(workers=2, concurrency=4, primary_chunks=200), progress=stop)
+        replay(config(), workload, options, progress=stop)
     process = f"rank 0 (process {stopped[0]})"
-    assert str(found.value) == f"{process} has not answered for 5 s; the replay cannot go on without it"
+    assert str(found.value) == f"{process} has not answered for 10 s; the replay cannot go on without it"
     wait_until(lambda: not is_running(stopped[0]))
