@@ -244,15 +244,17 @@ class Disk:
 
 
 class Engine:
-    """An engine in a process of its own. ``lines``: what it has said."""
+    """An engine in a process of its own. ``lines``: what it has said; ``silence``: how long it may say nothing."""
 
-    def __init__(self, config, seconds, environment):
+    silence = SILENCE
+
+    def __init__(self, config, seconds, environment, program=HERE / "engine.py"):
         self.lines, self.wrong = [], []
         self.heard = time.monotonic()
         self.hangs = False
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by ``end``
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine.py"), str(seconds), json.dumps(config)],
+            [sys.executable, str(program), str(seconds), json.dumps(config)],
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
@@ -274,7 +276,7 @@ class Engine:
 
     def look(self):
         """End the engine, with the stacks of its threads in its log, if it has been silent for too long."""
-        if self.process.poll() is None and time.monotonic() - self.heard > SILENCE and not self.hangs:
+        if self.process.poll() is None and time.monotonic() - self.heard > self.silence and not self.hangs:
             self.hangs = True
             # In this order: one that goes on first may have come to its end when the second arrives.
             self.process.send_signal(signal.SIGABRT)  # see engine.py
@@ -440,7 +442,7 @@ class Soak:
     def look_at(self, engine):
         engine.look()
         if engine.hangs:
-            self.stuck.append(f"a call of the engine's thread has not returned for {SILENCE:g} s; its stack is below")
+            self.stuck.append(f"a call of the engine's thread has not returned for {engine.silence:g} s; its stack is below")
 
     def note(self, engine):
         last = engine.last

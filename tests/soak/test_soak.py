@@ -147,9 +147,10 @@ def test_a_row_with_another_byte_is_counted_and_reported(capsys):
         run.manager.shutdown(5.0)
 
 
-def test_a_call_that_never_returns_is_noticed_and_its_stack_is_shown(monkeypatch, tmp_path):
+def test_a_call_that_never_returns_is_noticed_and_its_stack_is_shown(tmp_path):
     """Also where no Python of the engine's runs any more."""
-    (tmp_path / "engine.py").write_text(
+    program = tmp_path / "engine.py"
+    program.write_text(
         "import faulthandler, os, signal\n"
         "faulthandler.enable()\n"
         "def reach():\n"
@@ -157,13 +158,12 @@ def test_a_call_that_never_returns_is_noticed_and_its_stack_is_shown(monkeypatch
         "print('{}', flush=True)\n"
         "reach()\n"
     )
-    monkeypatch.setattr(soak, "HERE", tmp_path)
-    hung = soak.Engine({}, 60, os.environ)
+    hung = soak.Engine({}, 60, os.environ, program)
     looker = SimpleNamespace(stuck=[])
     until = time.monotonic() + 60
     while not hung.lines and time.monotonic() < until:
         time.sleep(0.05)
-    monkeypatch.setattr(soak, "SILENCE", 0.5)  # from now on: a busy machine starts it slowly
+    hung.silence = 0.5  # from now on: a busy machine starts it slowly
     while not looker.stuck and time.monotonic() < until:
         time.sleep(0.05)
         soak.Soak.look_at(looker, hung)
