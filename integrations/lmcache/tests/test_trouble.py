@@ -223,11 +223,13 @@ def test_many_threads_store_look_up_load_and_delete_the_same_keys(serve, tier):
     assert usage.total_bytes_used == len(server.adapter.list_l2_keys().entries) * 2048
 
 
-def test_more_kinds_than_there_can_be_are_refused(serve, said, monkeypatch):
-    monkeypatch.setattr("kvtiers_lmcache.clients._MOST", 1)
+def test_more_kinds_than_there_can_be_are_refused(serve, said):
     server = serve()
     stored = server.store(keys_of(1))
-    server.layout = Layout((1, 2, 16, 32))
+    for number in range(1, 16):
+        server.layout = Layout((1, 2, 16, 32 * number))
+        assert server.put(keys_of(1), server.memory.filled(1, server.layout, 0)).is_successful()
+    server.layout = Layout((1, 2, 16, 32 * 16))
     assert not server.put(keys_of(1), server.memory.filled(1, server.layout, 0)).is_successful()
     assert server.lookup(keys_of(1)) == [False]
     server.layout = Layout()
