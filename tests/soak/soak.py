@@ -442,7 +442,9 @@ class Soak:
     def look_at(self, engine):
         engine.look()
         if engine.hangs:
-            self.stuck.append(f"a call of the engine's thread has not returned for {engine.silence:g} s; its stack is below")
+            self.stuck.append(
+                f"a call of the engine's thread has not returned for {engine.silence:g} s; its stack is below"
+            )
 
     def note(self, engine):
         last = engine.last

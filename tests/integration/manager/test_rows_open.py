@@ -2,14 +2,15 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 import kvtiers
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.region import region
 from kvtiers.region.client import RegionJoin
+from kvtiers.region.region import SharedOffloadRegion
 from kvtiers.region.state import SETTLED
 from kvtiers.types import RequestContext
 
@@ -98,24 +99,41 @@ def test_a_store_of_more_rows_than_the_window_has_memory_made_ready_for_it(engin
     manager.on_request_finished(context)
 
 
-@pytest.mark.parametrize(("first", "waited_for"), [(64, 60), (8, 8)])
-def test_the_start_waits_a_moment_for_the_first_pinned_memory(first, waited_for, monkeypatch):
-    monkeypatch.setattr(region, "_FIRST_BYTES", first * LAYOUT.row_stride)
+def waits_until_pinned(wait, desk, pin, rows):
+    """Whether a call returns once the rank has pinned so many rows, and not before."""
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_until(lambda: desk() == 0)
+    pin(rows - 1)
+    waiting.join(0.1)
+    was_waiting = waiting.is_alive()
+    pin(rows)
+    waiting.join(60)
+    return was_waiting and not waiting.is_alive()
+
+
+def test_the_start_waits_a_moment_for_the_first_pinned_memory(monkeypatch):
     config = {"version": 1, "start_wait": "30s", "primary": {"capacity": f"{64 * LAYOUT.row_stride}B"}}
     monkeypatch.setattr(RegionJoin, "settle", lambda join: join.pinned(0))  # as a GPU's rank: it has yet to pin
     manager = kvtiers.open_manager(config, LAYOUT)
     worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((64, 4000), np.uint8)], engine_id=manager.engine_id)
-    waiting = threading.Thread(target=manager.wait_ready, args=(60,))
-    waiting.start()
-    wait_until(lambda: desk_of(worker) == 0)
-    worker._region.pinned(waited_for - 1)
-    waiting.join(0.1)
-    assert waiting.is_alive(), f"of 64 rows the start waits for {waited_for}"
-    worker._region.pinned(waited_for)
-    waiting.join(60)
-    assert not waiting.is_alive()
+    assert waits_until_pinned(lambda: manager.wait_ready(60), lambda: desk_of(worker), worker._region.pinned, 60)
     worker.shutdown()
     manager.shutdown(1)
+
+
+def test_of_much_memory_the_start_waits_for_what_the_first_requests_use():
+    region = SharedOffloadRegion.create("first", LAYOUT, 64 * LAYOUT.row_stride, prefault="off")
+    rank = RegionJoin("first", LAYOUT, 0)
+    rank.begin(60.0)
+    rank.wait(60.0)
+    rank.pinned(0)
+    try:
+        wait = partial(region.wait_window, 60.0, 8 * LAYOUT.row_stride)
+        assert waits_until_pinned(wait, lambda: 0, rank.pinned, 8), "of 64 rows it waits for 8"
+    finally:
+        rank.close()
+        region.close()
 
 
 @pytest.mark.parametrize(("prefault", "wait"), [("ahead", "50ms"), ("off", "1h")])

@@ -6,9 +6,10 @@ import threading
 import pytest
 
 from kvtiers.recorder import Recorder
-from kvtiers.tiering import provenance, reports
+from kvtiers.tiering import reports
 from kvtiers.tiering.engine_side import Watchers
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.provenance import Provenance
 from kvtiers.types import PromptGroup, RequestContext, RequestHints
 
 from .harness import HIT, MISS, Bench, chain, payload
@@ -369,27 +370,24 @@ def test_stats_may_be_read_from_another_thread_while_the_engine_steps():
     assert not wrong
 
 
-def test_unread_keys_are_bounded_and_what_stands_for_many_is_about_right(monkeypatch):
-    monkeypatch.setattr(provenance, "_EXACT_KEYS", 160)
-    monkeypatch.setattr(provenance, "_UNREAD_KEYS", 400)
-    bench = Bench(rows=64, options=WIDE)
-    for number in range(20):
-        bench.store(chain(f"n{number:04}", 8))
-    assert bench.figures("a")["unread_bytes"] == 20 * 8 * 16, "exact while there are few"
-    for number in range(20, 1000):
-        bench.store(chain(f"n{number:04}", 8))
-    assert 300 < len(bench.manager._provenance._unread[0]) <= 400
-    assert bench.figures("a")["unread_bytes"] == pytest.approx(1000 * 8 * 16, rel=0.02)
-    before = bench.figures("a")["unread_bytes"]
-    for number in range(900, 1000):
-        ctx = bench.request()
-        bench.lookup(chain(f"n{number:04}", 8), ctx)
-        bench.settle()
-        bench.manager.on_request_finished(ctx)
-        bench.forget()
-    assert bench.figures("a")["loaded_chunks"] > 700
-    read = before - bench.figures("a")["unread_bytes"]
-    assert read == pytest.approx(bench.figures("a")["loaded_chunks"] * 16, rel=0.2)
+def test_unread_keys_are_bounded_and_what_stands_for_many_is_about_right():
+    slot = Bench().slots[0]
+    provenance, unread = Provenance([slot]), lambda: slot.metrics.unread_bytes
+    chunks = [chain(f"n{number:05}", 8) for number in range(150_000)]
+    for keys in chunks[:500]:
+        provenance.written(slot, keys, 8 * 16)
+    assert unread() == 500 * 8 * 16, "exact while there are few"
+    for keys in chunks[500:]:
+        provenance.written(slot, keys, 8 * 16)
+    assert unread() == pytest.approx(150_000 * 8 * 16, rel=0.02)
+    written = unread()
+    for keys in chunks[-1000:]:
+        provenance.read(slot, keys)
+    assert written - unread() == pytest.approx(1000 * 8 * 16, rel=0.02)
+    written = unread()
+    for keys in chunks[:1000]:
+        provenance.read(slot, keys)
+    assert unread() == written, "the oldest are forgotten, and stay counted as unread"
 
 
 # -- the end

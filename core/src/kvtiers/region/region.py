@@ -137,9 +137,9 @@ class OffloadRegion:
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until all ranks have joined; StartError that names the missing or refused ones."""
 
-    def wait_window(self, timeout: float) -> bool:
+    def wait_window(self, timeout: float, first_bytes: int = _FIRST_BYTES) -> bool:
         """Return True: this region's memory is not pinned, so there is nothing to wait for."""
-        del timeout
+        del timeout, first_bytes
         return True
 
     def close(self) -> None:
@@ -313,13 +313,13 @@ class SharedOffloadRegion(OffloadRegion):
         left = max(0.0, self._created + self._start_deadline - time.monotonic())
         self._ranks.wait_all(left if timeout is None else timeout, self.map_bytes / _SLOWEST_PINNING)
 
-    def wait_window(self, timeout: float) -> bool:
+    def wait_window(self, timeout: float, first_bytes: int = _FIRST_BYTES) -> bool:
         """Block until all ranks have pinned the memory that the first requests use; return whether that came in time.
 
-        Not all that is ready ahead of use: the rest is pinned beside the first requests, which hardly feel it.
+        ``first_bytes``: what they use at most. The rest is pinned beside them, which they hardly feel.
         """
         most = self._window_rows - self._window_rows // _FOLLOWING_STEPS  # a piece beyond populated rows is not pinned
-        return self._ranks.wait_pinned(min(most, max(1, _FIRST_BYTES // self.row_stride)), timeout)
+        return self._ranks.wait_pinned(min(most, max(1, first_bytes // self.row_stride)), timeout)
 
     def close(self) -> None:
         """Disconnect the ranks, end pre-faulting and release the memory. May be called again."""
