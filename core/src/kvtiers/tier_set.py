@@ -31,7 +31,6 @@ from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 __all__ = ["TierRows", "TierSet"]
 
 _log = logging.getLogger("kvtiers")
-_CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took all the time there was
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ class TierSet:
         until = time.monotonic() + timeout
         _at_once({name: partial(_end, name, tier, until) for name, tier in self.tiers.items()})
         if self._hosts is not None:
-            self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
+            self._hosts.close(until - time.monotonic())
 
     def release_rows(self) -> None:
         """Release the rows' memory, after ``close``."""

@@ -193,9 +193,8 @@ def start(tmp_path, caplog, monkeypatch):
     """Start an engine in this process; at the end it is shut down, and must have left nothing behind."""
     caplog.set_level(logging.INFO, "kvtiers")
     # Seconds after each death, and at each end that hangs, are much for many tests.
-    monkeypatch.setattr("kvtiers.tier_set.TierHosts", partial(TierHosts, pace=HostPace(first_delay=0.05)))
-    monkeypatch.setattr("kvtiers.secondary.store_tier._CLOSE_SECONDS", 0.7)
-    monkeypatch.setattr("kvtiers.tier_set._CLOSE_SECONDS", 1.0)
+    pace = HostPace(first_delay=0.05, close_seconds=0.7, end_seconds=1.0)
+    monkeypatch.setattr("kvtiers.tier_set.TierHosts", partial(TierHosts, pace=pace))
     engines = []
     before = set(children())
 
@@ -221,8 +220,8 @@ def start(tmp_path, caplog, monkeypatch):
 @pytest.fixture
 def unhurried(start, monkeypatch):
     """At the end, hosts have as long to close their stores as a busy machine needs."""
-    monkeypatch.setattr("kvtiers.secondary.store_tier._CLOSE_SECONDS", bench.PATIENCE)
-    monkeypatch.setattr("kvtiers.tier_set._CLOSE_SECONDS", bench.PATIENCE)
+    pace = HostPace(first_delay=0.05, close_seconds=bench.PATIENCE, end_seconds=bench.PATIENCE)
+    monkeypatch.setattr("kvtiers.tier_set.TierHosts", partial(TierHosts, pace=pace))
 
 
 class Party:

@@ -204,12 +204,12 @@ def test_a_question_goes_to_the_host_with_the_fewest_answers_in_flight(keys):
 
 
 def test_names_flushes_and_the_end_reach_all_hosts(kit):
-    tier = Group(2)
+    tier = Group(2, close_seconds=7.0)
     tier.group.set_names(kit.NAMES)
     tier.group.flush()
-    tier.group.close(3.0)
+    tier.group.close()
     for backend in tier.played:
-        assert backend.calls == [("names", kit.NAMES), ("flush",), ("close", 3.0)]
+        assert backend.calls == [("names", kit.NAMES), ("flush",), ("close", 7.0)]
 
 
 # -- what they say of jobs

@@ -28,6 +28,7 @@ from kvtiers.api import OffloadKey, TransferJob
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Probed
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.host_client import BUMPED
+from kvtiers.secondary.supervisor import USUAL_PACE
 from kvtiers.secondary.tier_jobs import InflightJob, JobPart
 
 __all__ = ["HostPool", "PoolEvent", "PooledHost", "StoreBackend"]
@@ -125,7 +126,9 @@ class HostPool:
         shared_figures: Collection[str] = (),
         is_awaited: bool = False,
         look_seconds: float = _LOOK_SECONDS,
+        close_seconds: float = USUAL_PACE.close_seconds,
     ) -> None:
+        self._close_seconds = close_seconds
         self._hosts = hosts
         self._only = hosts[0].backend if len(hosts) == 1 else None
         self._least_values = min(_LEAST_VALUES, -(-_LEAST_BYTES // value_bytes))
@@ -274,10 +277,10 @@ class HostPool:
                 return all(drained)
             time.sleep(_POLL_SECONDS)
 
-    def close(self, timeout: float) -> None:
-        """Ask all hosts to end."""
+    def close(self) -> None:
+        """Ask all hosts to end; they have ``close_seconds`` to close their stores."""
         for host in self._hosts:
-            host.backend.close(timeout)
+            host.backend.close(self._close_seconds)
 
     # -- inside: jobs out
 

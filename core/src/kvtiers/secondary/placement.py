@@ -73,6 +73,7 @@ class TierHosts:
         pace: HostPace = USUAL_PACE,
     ) -> None:
         self._described = described
+        self._pace = pace
         self._encryption = encryption
         self._is_awaited = is_awaited
         self._region = region
@@ -92,7 +93,13 @@ class TierHosts:
         if count > 1:
             names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
         hosts = [PooledHost(name, self._started(share, name)) for name in names]
-        return HostPool(hosts, max(value for _, value in self._region.sizes), plugin.shared_figures, self._is_awaited)
+        return HostPool(
+            hosts,
+            max(value for _, value in self._region.sizes),
+            plugin.shared_figures,
+            self._is_awaited,
+            close_seconds=self._pace.close_seconds,
+        )
 
     def _started(self, config: TierConfig, name: str) -> HostClient:
         process = HostProcess(name, lambda: self._hello(config))
@@ -141,7 +148,8 @@ class TierHosts:
         waiting.poll(None if seconds is None else math.ceil(seconds * 1e3))
 
     def close(self, timeout: float) -> None:
-        """End all hosts; those that do not within ``timeout`` seconds are killed."""
+        """End all hosts; those that do not within ``timeout`` seconds, but at least their pace's, are killed."""
+        timeout = max(timeout, self._pace.end_seconds)
         until = time.monotonic() + timeout
         links = list(self._all_links())
         for link in links:

@@ -31,7 +31,6 @@ _PROBE_KEY = b"\x00" * 8
 Another one each time: a store of several servers may have lost the one that has this key, and answer for the others.
 """
 _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
-_CLOSE_SECONDS = 3.0
 _TRIED_AGAIN = (
     "its lookups miss until it is back. It is tried again by itself; 'kvtiers check' with its config says more"
 )
@@ -218,7 +217,7 @@ class ChunkStoreTier(EventTier):
     def close(self) -> None:
         """Close the store."""
         self._is_ending = True
-        self._hosts.close(_CLOSE_SECONDS)
+        self._hosts.close()
 
     # -- beyond the contract, for core
 

@@ -51,6 +51,10 @@ class HostPace:
     longest_delay: float = 60.0
     last_seconds: float = 1.0
     """For a host that has closed its connection to end by itself."""
+    close_seconds: float = 3.0
+    """For a host to close its store, once it is asked to."""
+    end_seconds: float = 4.0
+    """For all hosts to end at the engine's end, also when draining has taken all the time there was."""
     look_seconds: float = 0.02
     """How often a host is polled while no request waits for its answer. Polling seldom is cheaper: most of the cost are
     the first calls, whose code and data the engine's own work has evicted from the processor's caches. All hosts are

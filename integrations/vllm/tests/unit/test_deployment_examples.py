@@ -11,7 +11,7 @@ import yaml
 from kvtiers import _log_queue
 from kvtiers.api.units import parse_size
 from kvtiers.config import load_config
-from kvtiers.secondary import store_tier
+from kvtiers.secondary.supervisor import USUAL_PACE
 from kvtiers.tiering import engine_side, manager
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -26,7 +26,7 @@ UNITS = sorted(SYSTEMD.glob("*.service"))
 def longest_end():
     """Seconds that the whole stack takes at most, from the engine's end of its requests on."""
     kept = manager._STEP_SECONDS + engine_side._WHAT_IF_SECONDS + engine_side._SPAN_SECONDS
-    return DRAIN_SECONDS + kept + store_tier._CLOSE_SECONDS + _log_queue._CLOSE_SECONDS
+    return DRAIN_SECONDS + kept + USUAL_PACE.close_seconds + _log_queue._CLOSE_SECONDS
 
 
 @pytest.fixture(scope="module")

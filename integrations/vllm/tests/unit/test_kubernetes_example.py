@@ -10,9 +10,8 @@ from kvtiers import _log_queue
 from kvtiers.api.units import parse_size
 from kvtiers.cli.pool import pool as pool_command
 from kvtiers.config import load_config
-from kvtiers.secondary import store_tier
+from kvtiers.secondary.supervisor import USUAL_PACE
 from kvtiers_vllm.cli import transfer_config
-from kvtiers_vllm.own_tiering import build as opening
 from kvtiers_vllm.own_tiering.options import TierSettings
 
 from .test_deployment_examples import longest_end
@@ -74,7 +73,7 @@ def test_the_grace_period_holds_vllms_and_vllms_that_of_all_tiers(pod):
     (command,) = [word for word in pod["containers"][0]["args"] if "vllm serve" in word]
     shutdown_timeout = int(re.search(r"--shutdown-timeout (\d+)", command)[1])
     assert pod["terminationGracePeriodSeconds"] > shutdown_timeout
-    drained_and_closed = TierSettings().drain + opening._CLOSE_SECONDS + store_tier._CLOSE_SECONDS
+    drained_and_closed = TierSettings().drain + USUAL_PACE.end_seconds + USUAL_PACE.close_seconds
     assert shutdown_timeout > drained_and_closed + _log_queue._CLOSE_SECONDS
 
 

@@ -52,7 +52,6 @@ from kvtiers_vllm.weights import is_random
 __all__ = ["OffTier", "OpenedTier", "RequiredTierError", "begin_start_line", "open_tier"]
 
 _log = logging.getLogger("kvtiers.vllm")
-_CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took all the time there was
 
 
 class RequiredTierError(StartError, OSError):
@@ -277,7 +276,7 @@ class _Parts:
         """Close the tier, which has been drained, within this many seconds, and release vLLM's memory."""
         self.tier.close()
         if self._hosts is not None:
-            self._hosts.close(max(_CLOSE_SECONDS, seconds))
+            self._hosts.close(seconds)
             os.close(self._fd)
         elif self._rows is not None:
             self._views.close()
