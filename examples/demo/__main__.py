@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -70,26 +70,31 @@ _NEXT = (
 @click.option("--quick", is_flag=True, help="A tiny model: everything happens, but gains mean nothing.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Values and logs go there, and stay.")
 @click.option("--report", metavar="FILE", type=click.Path(path_type=Path), help="Write a replay's report page there.")
-def main(numbers: tuple[int, ...], quick: bool, folder: Path | None, report: Path | None) -> None:
+@click.pass_obj
+def main(
+    acts: Sequence[Act] | None, numbers: tuple[int, ...], quick: bool, folder: Path | None, report: Path | None
+) -> None:
     """Show on this machine what kvtiers promises: four acts, measured, nothing estimated.
 
     A transformer in numpy with random weights is the engine. Exit status: 0 every act holds, 1 one does not.
     """
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # engines and folder are tidied up
     try:
-        _run(numbers, folder, report, quick=quick)
+        _run(acts or ACTS, numbers, folder, report, quick=quick)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(numbers: tuple[int, ...], folder: Path | None, report: Path | None, *, quick: bool) -> None:
+def _run(
+    acts: Sequence[Act], numbers: tuple[int, ...], folder: Path | None, report: Path | None, *, quick: bool
+) -> None:
     began = time.perf_counter()
     say("kvtiers in four acts. The engine is a transformer in numpy; all times are measured, here and now.", bold=True)
     place = folder or Path(tempfile.mkdtemp(prefix="kvtiers-demo-"))
     try:
         setting = Setting.quick(place) if quick else Setting(place)
-        acts = sorted(set(numbers)) or range(1, len(ACTS) + 1)
-        failed = [f"act {number}" for number in acts if not _show(number, setting)]
+        chosen = sorted(set(numbers)) or range(1, len(acts) + 1)
+        failed = [f"act {number}" for number in chosen if not _show(number, acts[number - 1], setting)]
     finally:
         if folder is None:
             shutil.rmtree(place)
@@ -103,8 +108,8 @@ def _run(numbers: tuple[int, ...], folder: Path | None, report: Path | None, *, 
         sys.exit(1)
 
 
-def _show(number: int, setting: Setting) -> bool:
-    act, began = ACTS[number - 1], time.perf_counter()
+def _show(number: int, act: Act, setting: Setting) -> bool:
+    began = time.perf_counter()
     say(f"\nAct {number}: {act.name}", bold=True)
     say(f"  {act.about}")
     folder = setting.folder / f"act{number}"

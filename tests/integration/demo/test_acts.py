@@ -85,12 +85,12 @@ def test_it_stays_out_of_the_way_of_engines_that_are_killed_too(rows):
 
 
 @pytest.fixture
-def shown(setting, monkeypatch):
+def shown(setting):
     """Run the command in this process with other acts; return its exit status and its lines."""
 
     def run(*acts, arguments=("--quick",)):
-        monkeypatch.setattr(demo, "ACTS", tuple(demo.Act(f"act {i}", "about", act) for i, act in enumerate(acts)))
-        done = CliRunner().invoke(demo.main, [*arguments, "--folder", str(setting.folder / "shown")])
+        others = [demo.Act(f"act {i}", "about", act) for i, act in enumerate(acts)]
+        done = CliRunner().invoke(demo.main, [*arguments, "--folder", str(setting.folder / "shown")], obj=others)
         return done.exit_code, done.output.splitlines()
 
     return run
