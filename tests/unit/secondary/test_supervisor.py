@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -35,6 +36,23 @@ def launcher(monkeypatch, kit):
     kit.wait_until(lambda: not launcher._thread.is_alive(), "the thread's end")
     for life in [life for host in hosts for life in host.lives]:
         life.detach()
+
+
+def test_no_thread_is_left_when_closing_returns(launcher, kit, monkeypatch):
+    """Also none that has reported a host's end, and comes to its own a moment later."""
+    honest, before = HostLauncher._wait, set(threading.enumerate())
+
+    def wait(self, *of):
+        honest(self, *of)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(HostLauncher, "_wait", wait)
+    host = HostProcess("ended", lambda: b"")
+    launcher.start(host)
+    kit.wait_until(lambda: host.lives, "its life")
+    launcher.close(0.0)
+    assert set(threading.enumerate()) <= before
+    host.lives[0].detach()
 
 
 @pytest.fixture

@@ -141,6 +141,7 @@ class HostLauncher:
         self._numbers = itertools.count(-2, -1)  # for the lender; ranks have those from 0
         self._more_fds = more_fds
         self._hosts: list[HostProcess] = []
+        self._waiters: list[threading.Thread] = []
         self._requests: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvtiers-launcher", daemon=True)
@@ -185,7 +186,8 @@ class HostLauncher:
         """
         until = time.monotonic() + timeout
         self._requests.put(lambda: self._end(until))
-        self._thread.join(timeout + _REAP_SECONDS)
+        for thread in (self._thread, *self._waiters):
+            thread.join(max(0.0, until + _REAP_SECONDS - time.monotonic()))
 
     # -- the thread
 
@@ -251,7 +253,9 @@ class HostLauncher:
         try:
             life = HostLife(process, ours, lifeline(process), time.monotonic())
             what = host, life, handover
-            threading.Thread(target=self._attend, args=what, name="kvtiers-waiter", daemon=True).start()
+            waiter = threading.Thread(target=self._attend, args=what, name="kvtiers-waiter", daemon=True)
+            waiter.start()
+            self._waiters = [*(each for each in self._waiters if each.is_alive()), waiter]
         except Exception:  # no descriptor, thread or memory to be had: it would never be reaped
             process.kill()
             process.wait()
