@@ -64,7 +64,7 @@ def test_a_damaged_value_is_a_miss_and_is_stored_again(serve, tmp_path, damage):
 def test_a_server_that_is_killed_and_comes_back_is_used_again(serve, tmp_path):
     port = free_port()
     tier = {"type": "redis", "url": f"redis://127.0.0.1:{port}/0", "breaker": SLOW_TO_BREAK, "exists_ttl": "1ms"}
-    server = serve(config={**config_of(tier), "start_wait": "10s"}, lookup_deadline="5s", deadline="5s")
+    server = serve(config=config_of(tier))
     keys, objects = keys_of(4), server.memory.filled(4, server.layout, 1)
     with redis_server(port, tmp_path) as process:
         assert server.put(keys, objects).is_successful()
@@ -92,7 +92,7 @@ def test_a_tier_that_hangs_uses_up_a_tasks_deadline_and_no_more(serve, unanswere
     assert server.fetch(keys_of(2)) == [None, None]
     assert server.load(keys_of(2), objects) == [False, False]
     assert [server.stored(task).is_successful() for task in tasks[-1:]] == [False]
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
 
 
 def test_a_folder_that_is_not_there_yet_is_a_miss_until_it_is(serve, tmp_path):
@@ -152,7 +152,7 @@ def test_every_queued_task_has_its_result_after_a_close(serve, config, unanswere
         loads = [adapter.submit_load_task(keys_of(2), objects) for _ in range(40)]
         begin = time.monotonic()
         server.close()
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 40
         assert len(select.select(ours, [], [], 0)[0]) == 3
     finally:
         for fd in ours:

@@ -213,7 +213,7 @@ def test_of_a_damaged_prompt_only_pages_that_are_sound_are_used_and_the_rest_is_
 
 
 def test_through_an_outage_the_controller_goes_on_and_stores_again_after_it(attached, store):
-    server, pool = attached(deadline="5s")
+    server, pool = attached()
     written, stored = back_up(server, pool, TOKENS)
     assert stored == len(TOKENS)
     store.stop()
