@@ -160,7 +160,7 @@ class S3(Kind):
         }
 
     def processes(self):
-        return [self._server._processes[-1].pid]
+        return [self._server.processes[-1].pid]
 
     def tier(self):
         return self._tier
@@ -174,7 +174,7 @@ class Gcs(Kind):
         self._tier = {"type": "gcs", "anonymous": True, "threads": 4, "processes": 1, **where}
 
     def processes(self):
-        return [process.pid for process in self._server._processes]
+        return [process.pid for process in self._server.processes]
 
     def tier(self):
         return self._tier
@@ -189,7 +189,7 @@ class Azure(Kind):
         self._tier = {"type": "azure", "threads": 4, "processes": 1, **where, **keys}
 
     def processes(self):
-        return [self._server._process.pid]
+        return [self._server.process.pid]
 
     def tier(self):
         return self._tier
@@ -204,13 +204,13 @@ class Mooncake(Kind):
         stack.callback(owner.kill)
 
     def processes(self):
-        return [self._master._process.pid]
+        return [self._master.process.pid]
 
     def tier(self):
         return {"type": "mooncake", "master": self._master.address}
 
     def listed(self, store, namespace):
-        (option,) = (it for it in self._master._command if it.startswith("--metrics_port="))
+        (option,) = (it for it in self._master.command if it.startswith("--metrics_port="))
         url = f"http://127.0.0.1:{option.partition('=')[2]}/get_all_keys"
         with urllib.request.urlopen(url, timeout=20) as answer:
             names = answer.read().decode().split()

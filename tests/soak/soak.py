@@ -98,7 +98,7 @@ class Sentinel:
 
     @property
     def process(self):
-        return self._all.master._process
+        return self._all.master.process
 
     def start(self):
         self._all.master.start()
@@ -126,7 +126,7 @@ class Cluster:
 
     @property
     def process(self):
-        return random.choice(self._all.nodes)._process
+        return random.choice(self._all.nodes).process
 
     def start(self):
         self._ended.start()
@@ -176,7 +176,7 @@ class Emulator:
 
 class Gcs(Emulator):
     def __init__(self, _folder):
-        super().__init__("gcs_tier/tests/servers", "FakeGcs", lambda all_: random.choice(all_._processes))
+        super().__init__("gcs_tier/tests/servers", "FakeGcs", lambda all_: random.choice(all_.processes))
         self._bucket = self._module.new_bucket(self._all.endpoint)
 
     def tier(self):
@@ -185,7 +185,7 @@ class Gcs(Emulator):
 
 class Azure(Emulator):
     def __init__(self, _folder):
-        super().__init__("azure_tier/tests/servers", "Azurite", lambda all_: all_._process)
+        super().__init__("azure_tier/tests/servers", "Azurite", lambda all_: all_.process)
         self._container = self._module.new_container(self._all.endpoint)
 
     def tier(self):
@@ -204,7 +204,7 @@ class Mooncake:
 
     @property
     def process(self):
-        return self._master._process
+        return self._master.process
 
     def start(self):
         self._master.start()
@@ -528,7 +528,7 @@ def report(soak, left, without=()):
 def has_azurite():
     """Return whether Azurite is installed here."""
     try:
-        servers_of("azure_tier/tests/servers")._command()
+        servers_of("azure_tier/tests/servers").azurite()
     except RuntimeError:
         return False
     return True

@@ -195,11 +195,11 @@ def test_a_node_of_the_cluster_is_killed_and_comes_back_and_the_end_leaves_none(
     nodes = chaos._all.nodes
     try:
         assert chaos.tier()["name"] in soak.KINDS
-        assert chaos.process in {node._process for node in nodes}
+        assert chaos.process in {node.process for node in nodes}
         chaos.end()
-        assert [node._process for node in nodes].count(None) == 1
+        assert [node.process for node in nodes].count(None) == 1
         chaos.start()
         assert all(node.answers() for node in nodes)
     finally:
         chaos.close()
-    assert not any(node._process for node in nodes)
+    assert not any(node.process for node in nodes)

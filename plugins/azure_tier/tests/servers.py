@@ -38,7 +38,7 @@ _PATIENCE = 60.0
 _INSTALLED = Path(__file__).resolve().parents[3] / ".azurite" / "node_modules" / ".bin" / "azurite-blob"
 
 
-def _command() -> str:
+def azurite() -> str:
     found = shutil.which("azurite-blob") or (str(_INSTALLED) if _INSTALLED.exists() else None)
     if found is None:
         raise RuntimeError("Azurite is not installed; run 'make emulators', which gets it from npm")
@@ -57,7 +57,7 @@ class Azurite:
         self._folder = tempfile.mkdtemp(prefix="kvazurite")
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}/{ACCOUNT}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -74,10 +74,10 @@ class Azurite:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         where = ["--location", self._folder] if self._keeps else ["--inMemoryPersistence"]
-        program = [_command(), *where, "--blobHost", "127.0.0.1", "--blobPort", str(self.port)]
+        program = [azurite(), *where, "--blobHost", "127.0.0.1", "--blobPort", str(self.port)]
         quiet = ["--silent", "--disableTelemetry", "--skipApiVersionCheck"]
         with Path(self._folder, "output").open("ab") as output:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *program, *quiet],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -85,25 +85,25 @@ class Azurite:
             )
         until = time.monotonic() + _PATIENCE
         while not _answers(f"http://127.0.0.1:{self.port}/"):
-            if self._process.poll() is not None or time.monotonic() > until:
+            if self.process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"Azurite does not start: {Path(self._folder, 'output').read_text()[-2000:]}")
             time.sleep(0.02)
 
     def send(self, number: int) -> None:
         """Send it a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
+        assert self.process is not None
+        self.process.send_signal(number)
 
     def stop(self) -> None:
         """End it, and all connections to it. It writes its index then: killed, it forgets what is newer than 5 s."""
-        if self._process is not None:
-            self._process.terminate()
+        if self.process is not None:
+            self.process.terminate()
             try:
-                self._process.wait(10)
+                self.process.wait(10)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+                self.process.kill()
+                self.process.wait()
+            self.process = None
 
 
 def _answers(url: str) -> bool:

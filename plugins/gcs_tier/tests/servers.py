@@ -49,7 +49,7 @@ class FakeGcs:
         self._folder = tempfile.mkdtemp(prefix="kvgcs")
         self.port, self._upstream = free_port(), free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         try:
@@ -75,7 +75,7 @@ class FakeGcs:
         while not all(
             _answers(f"http://127.0.0.1:{port}/storage/v1/b?project=p") for port in (self._upstream, self.port)
         ):
-            if any(process.poll() is not None for process in self._processes) or time.monotonic() > until:
+            if any(process.poll() is not None for process in self.processes) or time.monotonic() > until:
                 raise RuntimeError(
                     f"fake-gcs-server does not start: {Path(self._folder, 'output').read_text()[-2000:]}"
                 )
@@ -83,7 +83,7 @@ class FakeGcs:
 
     def _run(self, *command: str) -> None:
         with Path(self._folder, "output").open("ab") as output:
-            self._processes.append(
+            self.processes.append(
                 subprocess.Popen(
                     ["setpriv", "--pdeathsig", "KILL", *command],
                     stdin=subprocess.DEVNULL,
@@ -94,8 +94,8 @@ class FakeGcs:
 
     def stop(self) -> None:
         """Kill both, as a power cut does."""
-        while self._processes:
-            process = self._processes.pop()
+        while self.processes:
+            process = self.processes.pop()
             process.kill()
             process.wait()
 

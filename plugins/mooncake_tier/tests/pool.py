@@ -62,7 +62,7 @@ class Master:
         self._log = folder / "master.log"
         self.port, http_port = free_port(), free_port()
         self.http = f"127.0.0.1:{http_port}"
-        self._command = [
+        self.command = [
             program("mooncake_master"),
             f"--rpc_port={self.port}",
             f"--metrics_port={http_port}",
@@ -71,7 +71,7 @@ class Master:
             "--enable_metric_reporting=false",
             *options,
         ]
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -81,8 +81,8 @@ class Master:
         with self._log.open("ab") as log:
             # Ends with the tests' process: the signal follows the thread, so only where that is the main one.
             is_main = threading.current_thread() is threading.main_thread()
-            command = [*(["setpriv", "--pdeathsig", "KILL"] if is_main else []), *self._command]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            command = [*(["setpriv", "--pdeathsig", "KILL"] if is_main else []), *self.command]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             wait_until(self._answers, f"the master on port {self.port}")
         except BaseException:
@@ -91,8 +91,8 @@ class Master:
         return self
 
     def _answers(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, f"it has ended: {self._log.read_text()[-2000:]}"
+        assert self.process is not None
+        assert self.process.poll() is None, f"it has ended: {self._log.read_text()[-2000:]}"
         try:
             socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
         except OSError:
@@ -100,39 +100,39 @@ class Master:
         return True
 
     def pause(self) -> None:
-        assert self._process is not None
-        pause(self._process.pid)
+        assert self.process is not None
+        pause(self.process.pid)
 
     def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
 
 class SegmentOwner:
     """A process that contributes memory and does nothing else: another machine of the pool."""
 
     def __init__(self, master: str, segment: int) -> None:
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", _SEGMENT_OWNER, master, str(segment)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         try:
-            assert self._process.stdout.readline() == b"ready\n", "a process with a segment did not start"
+            assert self.process.stdout.readline() == b"ready\n", "a process with a segment did not start"
         except BaseException:
             self.kill()
             raise
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     def pause(self) -> None:
         pause(self.pid)
@@ -141,21 +141,21 @@ class SegmentOwner:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        self._process.kill()
+        self.process.kill()
         self._end()
 
     def stop(self) -> None:
         """Leave the pool in order."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
-            self._process.wait(PATIENCE)
+            self.process.wait(PATIENCE)
         finally:
             self.kill()
 
     def _end(self) -> None:
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
 

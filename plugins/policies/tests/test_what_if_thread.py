@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kvtiers_policies.what_if.keys_only import Case, CaseTier
+from kvtiers_policies.what_if.shadows import Shadows
 from kvtiers_policies.what_if.what_if_thread import WhatIf
 
 BLOCKS = [hashlib.sha256(bytes([number & 255, number >> 8])).digest() for number in range(400)]
@@ -21,11 +22,16 @@ def opened(rows: int = 100, core_share: float = 1.0, **more) -> WhatIf:
     return WhatIf(now, ["lru", "arc"], rows * 4096, 16, core_share=core_share, report_seconds=SOON, **more)
 
 
+def runs() -> bool:
+    """Whether there is such a thread: each test ends its own."""
+    return any(thread.name == "kvtiers-what-if" for thread in threading.enumerate())
+
+
 def wait_for(what_if: WhatIf, holds) -> dict:
     until = time.monotonic() + 60
     while not (report := what_if.report()) or not holds(report):
         assert time.monotonic() < until, report
-        assert what_if._thread.is_alive()
+        assert runs()
         threading.Event().wait(0.005)
     return report
 
@@ -41,13 +47,13 @@ def test_requests_are_served_in_every_shadow_and_reported() -> None:
     assert report["adds"] == {"far": pytest.approx(0.0, abs=0.02)}
     assert (report["sampled"], report["dropped"], report["capacity"]) == (1.0, 0, 409600)
     what_if.close(60)
-    assert not what_if._thread.is_alive()
+    assert not runs()
 
 
-def test_chunks_of_several_blocks_have_the_hash_of_their_last_and_only_the_prompt_counts() -> None:
+def test_chunks_of_several_blocks_have_the_hash_of_their_last_and_only_the_prompt_counts(monkeypatch) -> None:
+    taken, take = [], Shadows.take
+    monkeypatch.setattr(Shadows, "take", lambda shadows, asked: taken.append(asked) or take(shadows, asked))
     what_if = WhatIf(Case(100), ["lru"], 4096, 64, blocks_per_chunk=4, group=1, core_share=1.0, report_seconds=SOON)
-    taken, take = [], what_if._shadows.take
-    what_if._shadows.take = lambda asked: taken.append(asked) or take(asked)
     what_if.request(5.0, 128, 99, [[], BLOCKS[:40]], {"session": "a"})
     wait_for(what_if, lambda report: report["chunks"] == 2)
     what_if.close(60)
@@ -58,7 +64,8 @@ def test_chunks_of_several_blocks_have_the_hash_of_their_last_and_only_the_promp
 
 def test_a_large_primary_has_a_small_sample_so_that_memory_is_bounded() -> None:
     what_if = opened(rows=1_000_000)
-    assert what_if._shadows.share == pytest.approx(1024 / 1_000_000)
+    what_if.request(0.0, 50 * 16, 0, [BLOCKS[:50]], {})
+    assert wait_for(what_if, lambda _: True)["sampled"] == pytest.approx(1024 / 1_000_000)
     assert what_if._shadows._cases["lru 1"].primary == 1024
     what_if.close(60)
 
@@ -79,11 +86,11 @@ def test_requests_that_come_faster_are_dropped_and_counted_and_the_caller_never_
     what_if = opened(most_waiting=100)
     begun, go_on = threading.Event(), threading.Event()
 
-    def stuck(_asked) -> None:
+    def stuck(_shadows, _asked) -> None:
         begun.set()
         go_on.wait(60)
 
-    monkeypatch.setattr(what_if._shadows, "take", stuck)
+    monkeypatch.setattr(Shadows, "take", stuck)
     what_if.request(0.0, 50 * 16, 0, [BLOCKS[:50]], {})
     assert begun.wait(60)
     for _ in range(10):
@@ -96,14 +103,14 @@ def test_requests_that_come_faster_are_dropped_and_counted_and_the_caller_never_
 def test_a_thread_that_is_behind_begins_again_with_half_the_sample(monkeypatch) -> None:
     what_if = opened(rows=512, most_waiting=300)
     begun, go_on = threading.Event(), threading.Event()
-    take = what_if._shadows.take
+    take = Shadows.take
 
-    def slow(asked):
+    def slow(shadows, asked):
         begun.set()
         go_on.wait(60)
-        return take(asked)
+        return take(shadows, asked)
 
-    monkeypatch.setattr(what_if._shadows, "take", slow)
+    monkeypatch.setattr(Shadows, "take", slow)
     for _ in range(6):
         what_if.request(0.0, 50 * 16, 0, [BLOCKS[:50]], {})
         assert begun.wait(60)
@@ -114,10 +121,12 @@ def test_a_thread_that_is_behind_begins_again_with_half_the_sample(monkeypatch) 
 
 def test_a_failure_ends_the_shadows_with_one_line_and_nothing_else(monkeypatch, caplog) -> None:
     what_if = opened()
-    monkeypatch.setattr(what_if._shadows, "take", lambda _asked: 1 / 0)
+    monkeypatch.setattr(Shadows, "take", lambda *_: 1 / 0)
     what_if.request(0.0, 50 * 16, 0, [BLOCKS[:50]], {})
-    what_if._thread.join(60)
-    assert not what_if._thread.is_alive()
+    until = time.monotonic() + 60
+    while runs():
+        assert time.monotonic() < until, "it does not end"
+        threading.Event().wait(0.005)
     what_if.request(0.0, 50 * 16, 0, [BLOCKS[:50]], {})
     assert what_if.dropped == 1
     what_if.close(60)

@@ -57,7 +57,7 @@ class Server:
         if tls is not None:
             listen = ["--port", "0", "--tls-port", str(self.port), *tls.server_options]
         self._options = ["--bind", "127.0.0.1", *listen, "--dir", str(folder), "--save", "", *options]
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -65,12 +65,12 @@ class Server:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        assert self.process is not None
+        return self.process.pid
 
     def start(self) -> "Server":
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen([*ends_with_tests(), self._binary, *self._options], stdout=log, stderr=log)
+            self.process = subprocess.Popen([*ends_with_tests(), self._binary, *self._options], stdout=log, stderr=log)
         wait_until(self.answers, f"{self._binary} on port {self.port}")
         return self
 
@@ -85,8 +85,8 @@ class Server:
             return client.execute_command(*words)
 
     def answers(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, f"it has ended: {(self.folder / 'log').read_text()[-2000:]}"
+        assert self.process is not None
+        assert self.process.poll() is None, f"it has ended: {(self.folder / 'log').read_text()[-2000:]}"
         try:
             return bool(self.call("PING"))
         except redis.exceptions.AuthenticationError:  # it wants a password, so it is there
@@ -121,17 +121,17 @@ class Server:
         os.kill(self.pid, number)
 
     def _end(self, number: int) -> None:
-        if self._process is None:
+        if self.process is None:
             return
-        if self._process.poll() is None:
+        if self.process.poll() is None:
             self._signal(signal.SIGCONT)
             self._signal(number)
             try:
-                self._process.wait(PATIENCE)
+                self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._process = None
+                self.process.kill()
+                self.process.wait()
+        self.process = None
 
 
 def url_of(servers: Sequence[Server]) -> str:

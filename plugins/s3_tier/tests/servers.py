@@ -160,7 +160,7 @@ class Radosgw:
                 f"Ceph's gateway is not installed; apt-get install --no-install-recommends {' '.join(missing)}"
             )
         self._folder = Path(tempfile.mkdtemp(prefix="kvceph"))  # short: it holds UNIX sockets
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self._ports = [free_port() for _ in range(3)]
         self.endpoint = f"http://127.0.0.1:{self._ports[2]}"
 
@@ -175,7 +175,7 @@ class Radosgw:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self._processes):
+        for process in reversed(self.processes):
             stop(process)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -194,10 +194,10 @@ class Radosgw:
         self._run("ceph", "osd", "new", osd, "0")
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._serve("ceph-osd", "-i", "0", "-f")
-        until(lambda: "1 up" in self._run("ceph", "osd", "stat"), "Ceph's object store daemon", self._processes[-1])
-        until(self._has_a_user, "Ceph's user", self._processes[-1])
+        until(lambda: "1 up" in self._run("ceph", "osd", "stat"), "Ceph's object store daemon", self.processes[-1])
+        until(self._has_a_user, "Ceph's user", self.processes[-1])
         self._serve("radosgw", "-n", "client.rgw", "-f")
-        until(lambda: answers(self.endpoint), "Ceph's gateway", self._processes[-1])
+        until(lambda: answers(self.endpoint), "Ceph's gateway", self.processes[-1])
         # The first object makes the pools, which takes a second or more.
         client_of(self.endpoint).put_object(Bucket=new_bucket(self.endpoint), Key="first", Body=b"")
 
@@ -227,7 +227,7 @@ class Radosgw:
 
     def _serve(self, *command: str) -> None:
         log = self._folder / f"{command[0]}.log"
-        self._processes.append(start(list(command), log, env=self._environment()))
+        self.processes.append(start(list(command), log, env=self._environment()))
 
 
 _CEPH_CONF = """

@@ -36,7 +36,7 @@ def outcomes(engine, gates, machine):
 
 def is_available(engine):
     engine.step()
-    return engine.manager._slots[0].available()
+    return engine.in_use()
 
 
 def test_failures_that_do_not_follow_each_other_take_it_out_of_use(engine, gates, machine, outcomes, log):

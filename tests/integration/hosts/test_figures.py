@@ -119,7 +119,7 @@ def test_what_is_exported_as_a_counter_only_grows_whatever_happens(start, faulty
     look()
     engine.forget()
     os.kill(engine.host(), signal.SIGKILL)
-    engine.until(lambda: not engine.manager._slots[0].available(), "its end")
+    engine.until(lambda: not engine.in_use(), "its end")
     look()
     engine.until_available()
     stores(100)

@@ -121,7 +121,7 @@ def test_an_idle_host_that_is_killed_from_outside_is_started_again(start, faulty
     engine = start(faulty())
     engine.until_available()
     os.kill(engine.host(), number)
-    engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
+    engine.until(lambda: not engine.in_use(), "its becoming unavailable")
     hits_resume(engine, machine)
     assert engine.own()["host_starts"] == 2
 
@@ -267,7 +267,7 @@ def test_what_a_store_starts_keeps_neither_the_host_alive_nor_the_memory(start, 
             assert not [fd for fd in Path(f"/proc/{child}/fd").iterdir() if "socket:" in str(fd.readlink())]
         pid = engine.host()
         os.kill(pid, signal.SIGKILL)
-        engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
+        engine.until(lambda: not engine.in_use(), "its becoming unavailable")
         hits_resume(engine, machine)
         engine.until(lambda: machine.state_of(child) in {"", "Z"}, "its end with the host")
     finally:

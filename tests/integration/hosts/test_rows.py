@@ -111,12 +111,12 @@ def test_a_host_that_cannot_be_reaped_for_a_while_holds_its_rows_for_as_long(
     pid = engine.host()
     engine.until(lambda: machine.state_of(pid) == "Z", "its death")
     again = threading.Event()
-    link = engine._link("faulty")
+    link = engine.link()
     link.launcher.kill(link.host, link.host.life, "once more")
     link.launcher._requests.put(again.set)
     assert again.wait(machine.PATIENCE)
     assert machine.state_of(pid) == "Z", "only its reaper reaps it, however often it is killed"
-    engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
+    engine.until(lambda: not engine.in_use(), "its becoming unavailable")
     for _ in range(50):
         engine.step()
     assert engine.figures()["quarantined_rows"] == 4

@@ -253,7 +253,7 @@ def test_a_tier_none_of_whose_hosts_can_open_comes_back_with_them(start, faulty,
     engine = start(tier)
     engine.until(lambda: gates.reached("open") >= 6, "its third try")
     assert len(log("faulty: out of use: OSError: as the test wants")) == 1
-    assert not engine.manager._slots[0].available()
+    assert not engine.in_use()
     gates.lift("open")
     all_open(engine, 2)
     engine.until_available()
@@ -266,7 +266,7 @@ def test_a_required_tier_is_there_when_one_of_its_hosts_is(start, faulty, gates,
     engine = start(tier)
     engine.manager.wait_ready(machine.PATIENCE)
     engine.step()
-    assert engine.manager._slots[0].available()
+    assert engine.in_use()
 
 
 # -- what holds for all of them together

@@ -14,11 +14,11 @@ def test_a_store_of_which_no_value_can_be_read_is_named_and_taken_out_of_use_tho
     engine.store(machine.keys(0, 8))
     gates.set("read", "always fail")
     for number in range(BREAKER["failures"]):
-        assert engine.manager._slots[0].available()
+        assert engine.in_use()
         engine.forget()
         engine.store(machine.keys(100 * (number + 1), 1))
         assert engine.load(machine.keys(number, 1)) == 0
-    assert not engine.manager._slots[0].available()
+    assert not engine.in_use()
     assert len(log("faulty: its store's read_into failed: OSError: as the test wants")) == 1
     assert len(log("faulty: taken out of use after OSError: as the test wants")) == 1
 

@@ -146,7 +146,7 @@ def test_wait_ready_waits_until_required_tiers_are_open(start, faulty, gates, ma
     engine = start(tier)
     engine.manager.wait_ready(machine.PATIENCE)
     engine.step()
-    assert engine.manager._slots[0].available()
+    assert engine.in_use()
 
 
 def test_wait_ready_from_another_thread_does_not_disturb_an_engine_that_steps(start, faulty, gates, machine):

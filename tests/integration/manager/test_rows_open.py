@@ -24,7 +24,8 @@ def keys(first, count):
 @pytest.fixture(params=[64])
 def engine(request, monkeypatch):
     """An engine whose rank says only what the test says: the owner looks no more once a rank has settled."""
-    monkeypatch.setattr(RegionJoin, "settle", lambda join: None)
+    joined = []
+    monkeypatch.setattr(RegionJoin, "settle", lambda join: joined.insert(0, join))
     capacity, window = 64 * LAYOUT.row_stride, request.param * LAYOUT.row_stride
     primary = {"capacity": f"{capacity}B", "prefault_window": f"{window}B"}
     config = {"version": 1, "start_wait": "1ms", "primary": primary}
@@ -32,15 +33,10 @@ def engine(request, monkeypatch):
     tensors = [np.zeros((64, 4000), np.uint8)]
     worker = kvtiers.open_worker(config, LAYOUT, tensors, engine_id=manager.engine_id)
     manager.wait_ready(60)
-    wait_until(lambda: worker._region.state == "ready")
-    yield manager, worker
+    wait_until(lambda: joined)
+    yield manager, joined[0]
     worker.shutdown()
     manager.shutdown(1)
-
-
-def desk_of(worker):
-    desk = worker._region._desk
-    return None if desk is None else desk.pinned
 
 
 def wait_until(condition):
@@ -58,11 +54,11 @@ def steps_until(manager, closed):
 
 
 def test_what_is_stored_gets_rows_that_are_pinned_and_older_chunks_make_room_until_there_are_more(engine):
-    manager, worker = engine
+    manager, rank = engine
     context = RequestContext("r")
     manager.on_new_request(context)
     steps_until(manager, closed=0)  # a rank without a GPU closes nothing
-    worker._region.pinned(8)  # as the rank of a GPU says it, which has pinned so many
+    rank.pinned(8)  # as the rank of a GPU says it, which has pinned so many
     steps_until(manager, closed=56)
     first = manager.prepare_store(keys(0, 8), context)
     assert max(first.chunk_ids) < 8
@@ -71,39 +67,38 @@ def test_what_is_stored_gets_rows_that_are_pinned_and_older_chunks_make_room_unt
     assert max(again.chunk_ids) < 8, "the oldest made room"
     manager.complete_store(again)
     assert manager.prepare_store(keys(200, 9), context) is None, "no engine waits for what is not pinned"
-    worker._region.pinned(20)
+    rank.pinned(20)
     steps_until(manager, closed=44)
     more = manager.prepare_store(keys(300, 12), context)
     assert sorted(more.chunk_ids) == list(range(8, 20)), "nothing had to leave"
     manager.complete_store(more)
-    worker._region.pinned(SETTLED)
+    rank.pinned(SETTLED)
     steps_until(manager, closed=0)
     manager.on_request_finished(context)
 
 
 @pytest.mark.parametrize("engine", [2], indirect=True)
 def test_a_store_of_more_rows_than_the_window_has_memory_made_ready_for_it(engine):
-    manager, worker = engine
+    manager, rank = engine
     context = RequestContext("r")
     manager.on_new_request(context)
-    worker._region.pinned(0)
+    rank.pinned(0)
     steps_until(manager, closed=64)
     end, plan = time.monotonic() + 60, None
     while plan is None:
         assert time.monotonic() < end, "it waits for rows for ever"
         plan = manager.prepare_store(keys(0, 20), context)
         manager.on_schedule_end()
-        worker._region.pinned(worker._region.poll().populated_rows)  # what pins follows the memory that is ready
+        rank.pinned(rank.populated_rows)  # what pins follows the memory that is ready
     assert max(plan.chunk_ids) < 64
     manager.complete_store(plan)
     manager.on_request_finished(context)
 
 
-def waits_until_pinned(wait, desk, pin, rows):
+def waits_until_pinned(wait, pin, rows):
     """Whether a call returns once the rank has pinned so many rows, and not before."""
     waiting = threading.Thread(target=wait)
     waiting.start()
-    wait_until(lambda: desk() == 0)
     pin(rows - 1)
     waiting.join(0.1)
     was_waiting = waiting.is_alive()
@@ -114,10 +109,12 @@ def waits_until_pinned(wait, desk, pin, rows):
 
 def test_the_start_waits_a_moment_for_the_first_pinned_memory(monkeypatch):
     config = {"version": 1, "start_wait": "30s", "primary": {"capacity": f"{64 * LAYOUT.row_stride}B"}}
-    monkeypatch.setattr(RegionJoin, "settle", lambda join: join.pinned(0))  # as a GPU's rank: it has yet to pin
+    joined = []
+    monkeypatch.setattr(RegionJoin, "settle", lambda join: joined.insert(0, join))  # as a GPU's rank: it has yet to pin
     manager = kvtiers.open_manager(config, LAYOUT)
     worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((64, 4000), np.uint8)], engine_id=manager.engine_id)
-    assert waits_until_pinned(lambda: manager.wait_ready(60), lambda: desk_of(worker), worker._region.pinned, 60)
+    wait_until(lambda: joined)
+    assert waits_until_pinned(lambda: manager.wait_ready(60), joined[0].pinned, 60)
     worker.shutdown()
     manager.shutdown(1)
 
@@ -130,7 +127,7 @@ def test_of_much_memory_the_start_waits_for_what_the_first_requests_use():
     rank.pinned(0)
     try:
         wait = partial(region.wait_window, 60.0, 8 * LAYOUT.row_stride)
-        assert waits_until_pinned(wait, lambda: 0, rank.pinned, 8), "of 64 rows it waits for 8"
+        assert waits_until_pinned(wait, rank.pinned, 8), "of 64 rows it waits for 8"
     finally:
         rank.close()
         region.close()

@@ -74,7 +74,7 @@ def hold(publisher, monkeypatch, send=None):
 def test_batches_come_in_order_under_their_topic_each_with_the_next_number(opened, subscribed):
     publisher = opened(topic="kv@pod@model")
     subscriber = subscribed(publisher)
-    first = publisher._number
+    first = publisher.report()["next_batch"]
     for number in range(50):
         publisher.take([stored(number)])
     got = [subscriber.receive() for _ in range(50)]
@@ -97,7 +97,7 @@ def test_what_changes_in_one_step_is_one_batch_and_a_large_one_is_cut(opened, su
 def test_a_missed_batch_is_sent_again_on_demand(opened, subscribed):
     publisher = opened()
     subscriber = subscribed(publisher)
-    first = publisher._number
+    first = publisher.report()["next_batch"]
     for number in range(10):
         publisher.take([stored(number)])
     for _ in range(10):
@@ -112,7 +112,7 @@ def test_no_more_is_kept_for_replays_than_the_config_says(opened, subscribed):
     by_number, by_bytes = opened(buffer_steps=3), opened(buffer_bytes="2KiB")
     for publisher, most in ((by_number, 3), (by_bytes, 20)):
         subscriber = subscribed(publisher)
-        first = publisher._number
+        first = publisher.report()["next_batch"]
         for number in range(100):
             publisher.take([stored(number)])
         for _ in range(100):
@@ -160,7 +160,7 @@ def test_requests_for_a_replay_that_make_no_sense_are_ignored(opened, subscribed
         asking.send_multipart(frames)
     publisher.take([stored(1)])
     assert subscriber.receive()[1].events[0].block_hashes == [1]
-    assert subscriber.replay(publisher.report()["replay_endpoint"], publisher._number) == {}
+    assert subscriber.replay(publisher.report()["replay_endpoint"], publisher.report()["next_batch"]) == {}
     asking.close()
 
 
@@ -168,7 +168,7 @@ def test_of_too_many_that_wait_the_oldest_are_dropped_counted_and_a_gap_in_the_n
     publisher = opened(max_waiting=10)
     subscriber = subscribed(publisher)
     go_on = hold(publisher, monkeypatch)
-    first = publisher._number
+    first = publisher.report()["next_batch"]
     for number in range(100):
         publisher.take([stored(number)])
     assert publisher.report()["dropped_chunks"] == 90
@@ -224,7 +224,7 @@ def test_without_a_subscriber_nothing_is_kept_beyond_the_replay_buffer(opened):
     last = Subscriber(publisher.report()["endpoint"])
     last.wait_until_subscribed(publisher)
     assert publisher.report()["dropped_chunks"] == publisher.report()["waiting_blocks"] == 0
-    assert len(publisher._sockets._buffer) == 5
+    assert len(last.replay(publisher.report()["replay_endpoint"], 0)) == 5
     last.close()
 
 
@@ -235,7 +235,7 @@ def test_a_slow_subscriber_loses_batches_and_sees_the_gap_while_another_gets_all
         slow.socket.recv_multipart()
     count, tokens = 3000, range(4000)  # more than the kernel's buffers hold for the slow one
     publisher.describe([ChunkBlocks(key(0), [key(0)[:-4]], None, tokens)])
-    first = publisher._number
+    first = publisher.report()["next_batch"]
     got = []
     for _ in range(count):
         publisher.take([stored(0)])

@@ -60,7 +60,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "arc", "turn-hazard"]),
         share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     )
-    def start(self, num_rows, policy, share):
+    def start(self, num_rows, policy, share, kept=0.0):
         self.may_decline = policy == "turn-hazard"
         self.now = 0.0
         self.tier = CPUPrimaryTier(
@@ -70,6 +70,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             policy=policy,
             protected_share=share,
             protect_seconds=SECONDS,
+            kept_share=kept,
             clock=lambda: self.now,
         )
         self.num_rows = self.end = num_rows
@@ -352,12 +353,13 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             "retired_rows": tier.retired_rows,
             "closed_rows": self.closed(),
             "clean_rows": tier.clean_rows,
-            "kept_rows": tier._kept.held,
-            "kept_over_share": tier._kept.over_share,
-            "kept_given_up": tier._kept.given_up,
+            **self.of_hints(),
             "misuse": tier.misuse,
             "pool": 0,
         }
+
+    def of_hints(self):
+        return dict.fromkeys(("kept_rows", "kept_over_share", "kept_given_up"), 0)
 
     @invariant()
     def just_the_evictable_chunks_could_leave(self):
@@ -390,10 +392,10 @@ class PrimaryWithHints(PrimaryAgainstModel):
         forecasts=st.booleans(),
     )
     def start(self, num_rows, policy, share, kept, forecasts):
-        super().start(num_rows, policy, share)
+        super().start(num_rows, policy, share, kept)
         if forecasts:
             self.tier.forecast_reuse((), WithForecast)
-        self.tier._kept.limit = self.most_kept = int(kept * self.num_rows)
+        self.most_kept = int(kept * self.num_rows)
         self.until = {}  # the latest second at which a hint for the key can end
 
     @rule(
@@ -405,6 +407,10 @@ class PrimaryWithHints(PrimaryAgainstModel):
         self.tier.keep(keys, seconds, high=high)
         for key in keys:
             self.until[key] = max(self.until.get(key, 0.0), self.now + seconds)
+
+    def of_hints(self):
+        kept = self.tier._kept
+        return {"kept_rows": kept.held, "kept_over_share": kept.over_share, "kept_given_up": kept.given_up}
 
     @rule(request_id=PrimaryAgainstModel.requests)
     def low(self, request_id):
@@ -434,7 +440,7 @@ class PrimaryWithHints(PrimaryAgainstModel):
     @rule()
     def all_hints_end(self):
         self.time_passes(2000.0)
-        assert not self.tier._kept.held
+        assert self.tier.figures()["kept_rows"] == 0
         assert not self.tier._kept._until[0]
 
 

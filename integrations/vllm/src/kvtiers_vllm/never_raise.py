@@ -18,13 +18,13 @@ class BugCount:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._bugs = 0
+        self.count = 0
 
     def note(self, where: str) -> None:
         """Log that this method would have raised."""
-        self._bugs += 1
+        self.count += 1
         message = "%s: %s failed (%d times so far); a bug of kvtiers"
-        log_with_backoff(self._bugs, _log.exception, message, self._name, where, self._bugs)
+        log_with_backoff(self.count, _log.exception, message, self._name, where, self.count)
 
 
 class _Counted(Protocol):

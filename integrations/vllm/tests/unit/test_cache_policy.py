@@ -181,7 +181,7 @@ class AgainstManager(RuleBasedStateMachine):
 
     @invariant()
     def nothing_fails_and_every_chunk_is_found(self):
-        assert self.primary.policy.bugs._bugs == 0
+        assert self.primary.policy.bugs.count == 0
         assert all(self.primary.policy.get(key) is chunk for key, chunk in self.primary.here.items())
         assert len(self.primary.policy._chunks) == len(self.primary.here)
 
@@ -209,7 +209,7 @@ def sessions_and_scans(module, name):
                 hits += found if turn >= 15 else 0
             else:
                 primary.serve(f"r{requests}", chr(0x5E00 + requests) * 40)
-    assert primary.policy.bugs._bugs == 0
+    assert primary.policy.bugs.count == 0
     return hits / (15 * 40 * 10)
 
 
@@ -242,7 +242,7 @@ def test_what_a_running_request_has_stored_leaves_where_nothing_else_can(module,
     primary.stored(others)
     primary.end(first)
     primary.end(second)
-    assert primary.policy.bugs._bugs == 0
+    assert primary.policy.bugs.count == 0
 
 
 @pytest.mark.parametrize("says_who", [False, True])
@@ -265,7 +265,7 @@ def test_chunks_of_running_requests_become_known_as_their_own_and_are_used_once(
     assert {run.uses for run in runs} == {1}
     assert not primary.policy._policy._ways
     assert not primary.policy._missed
-    assert primary.policy.bugs._bugs == 0
+    assert primary.policy.bugs.count == 0
 
 
 def test_a_session_that_ends_is_heeded_for_chunks_that_became_known_before_their_requests_end(module):
@@ -334,14 +334,14 @@ def test_an_answer_that_a_policy_must_not_give_takes_no_chunk_and_stores_go_on(m
     calls = fails_once(monkeypatch, "evict", lambda _self, _count: WRONG[answer](read, idle))
     assert primary.policy.evict(2, {idle[0]}) is None
     assert len(calls) == 1
-    assert primary.policy.bugs._bugs == 1
+    assert primary.policy.bugs.count == 1
     assert all(primary.policy.get(key) is chunk for key, chunk in primary.here.items())
     other, others = primary.begin("c", "123")
     assert primary.store(other, others) == others
     primary.stored(others)
     primary.read_ends(read)
     assert primary.serve("d", "56789") == 0
-    assert primary.policy.bugs._bugs == 1
+    assert primary.policy.bugs.count == 1
 
 
 def half_done(policy, *args):
@@ -363,7 +363,7 @@ def test_stores_go_on_after_an_error_that_has_half_changed_the_policy(module, mo
         primary.serve(f"r{number}", "abcd" + str(number) * 2)
         primary.serve(f"q{number}", str(number) * 3)
     assert calls
-    assert primary.policy.bugs._bugs == 1
+    assert primary.policy.bugs.count == 1
     assert len(primary.here) == 8
     runs = set(primary.policy._policy._tree.run_of.values())
     assert all(key.startswith(run.keys[0]) for run in runs for key in run.keys), "no run of several prompts' chunks"
@@ -380,7 +380,7 @@ def test_stores_go_on_after_an_error_where_no_new_policy_can_be_made(module, mon
     fails_once(monkeypatch, "evict", broken)
     assert primary.policy.evict(1, set(keys_of("abc"))) is None
     assert primary.serve("b", "wxyz") == 0
-    assert primary.policy.bugs._bugs == 1
+    assert primary.policy.bugs.count == 1
 
 
 def test_a_policy_that_fails_at_each_call_is_made_again_three_times_and_is_lru_then(module, monkeypatch, caplog):
@@ -399,14 +399,14 @@ def test_a_policy_that_fails_at_each_call_is_made_again_three_times_and_is_lru_t
     for number in range(10):
         primary.serve(f"r{number}", "abcd")
     assert len(made) == 1 + 3
-    assert primary.policy.bugs._bugs == 4
+    assert primary.policy.bugs.count == 4
     (line,) = [line for line in caplog.messages if "LRU" in line]
     assert line.startswith("kvtiers-turn-hazard: it has failed 4 times in an hour; chunks leave by LRU")
     primary.serve("other", "wxyz")
     primary.serve("again", "abcd")
     assert primary.serve("third", "1234") == 0
     assert set(primary.here) == {*keys_of("abcd"), *keys_of("1234")}, "the least recently used ones have left"
-    assert primary.policy.bugs._bugs == 4
+    assert primary.policy.bugs.count == 4
 
 
 def test_a_policy_that_fails_three_times_an_hour_stays_and_the_fourth_error_in_an_hour_brings_lru(module, monkeypatch):
@@ -417,7 +417,7 @@ def test_a_policy_that_fails_three_times_an_hour_stays_and_the_fourth_error_in_a
         with monkeypatch.context() as broken:
             fails_once(broken, "access", half_done)
             primary.serve(f"r{number}", "abcd")
-        assert primary.policy.bugs._bugs == number + 1
+        assert primary.policy.bugs.count == number + 1
         assert isinstance(primary.policy._policy, TurnHazardPolicy)
     now = 7199.0  # the errors at 3600, 4800 and 6000 are less than an hour ago
     with monkeypatch.context() as broken:

@@ -141,4 +141,4 @@ def test_a_requests_hints_and_the_length_that_vllm_says_of_its_answer_reach_the_
         (RequestHints(session_ends=True), 0),
         (RequestHints(), 5),
     ]
-    assert manager.bugs._bugs == 0
+    assert manager.bugs.count == 0

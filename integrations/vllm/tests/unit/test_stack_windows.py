@@ -116,7 +116,7 @@ def test_vllms_scan_finds_the_place_that_was_decided_and_all_of_it_can_be_loaded
     assert played.found(start, chunks) == truth
     keys = [played.key(*one) for one in needed(truth)] if truth > start else []
     assert played.bench.primary.ready_run(keys) == len(keys), "it can be loaded"
-    assert played.manager.bugs._bugs == 0
+    assert played.manager.bugs.count == 0
 
 
 def test_a_prompt_is_one_question_and_vllm_looks_up_no_more_than_is_loaded(engine):
@@ -162,7 +162,7 @@ def test_what_a_tier_brings_while_a_step_is_computed_is_found_in_the_next_one(en
     )
     played.tier.end_all()
     assert not played.manager.waits(played.context, 0, 128)
-    assert connector.bugs._bugs == played.manager.bugs._bugs == 0
+    assert connector.bugs.count == played.manager.bugs.count == 0
 
 
 @pytest.mark.parametrize("why", ["vLLM computes it all", "no keys", "its load failed"])

@@ -11,6 +11,7 @@ from kvtiers.api import ConfigError
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import Engine, being_built
 from kvtiers_vllm.own_tiering.build import OffTier, OpenedTier
+from kvtiers_vllm.own_tiering.job_ledger import JobLedger
 from kvtiers_vllm.own_tiering.options import TierSettings
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 
@@ -100,7 +101,7 @@ def test_a_job_that_fails_while_it_is_handed_over_has_failed_once(tier, call, mo
     def fail(*_arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(tier._driver._ledger, "extent", fail)
+    monkeypatch.setattr(JobLedger, "extent", fail)
     getattr(tier, call)(job())
     assert ended(tier) == [(7, False)]
     assert ended(tier) == []
@@ -110,7 +111,7 @@ def test_a_job_that_fails_while_it_is_handed_over_has_failed_once(tier, call, mo
 @pytest.mark.parametrize(("said", "taken"), [({"get_offload_key_position": {KEY: 96}.get}, 96), ({}, None)])
 def test_a_job_is_handed_over_with_the_positions_of_its_chunks_where_vllm_says_them(tier, monkeypatch, said, taken):
     ends = []
-    monkeypatch.setattr(tier._driver, "submit", lambda *_job, **more: ends.append(more["ends"](KEY)))
+    monkeypatch.setattr(TierDriver, "submit", lambda *_job, **more: ends.append(more["ends"](KEY)))
     given = job()
     given.req_context = SimpleNamespace(req_id="a", **said)
     tier.submit_load(given)
@@ -119,15 +120,15 @@ def test_a_job_is_handed_over_with_the_positions_of_its_chunks_where_vllm_says_t
 
 
 def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monkeypatch):
-    submit = tier._driver.submit
+    submit = TierDriver.submit
 
     def submit_and_fail(*arguments, **more):
         submit(*arguments, **more)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(tier._driver, "submit", submit_and_fail)
-    monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
-    monkeypatch.setattr(tier._driver._slot, "submit", lambda _job: True)
+    monkeypatch.setattr(TierDriver, "submit", submit_and_fail)
+    monkeypatch.setattr(TierSlot, "available", lambda _slot: True)
+    monkeypatch.setattr(TierSlot, "submit", lambda _slot, _job: True)
     tier.submit_store(job())
     assert ended(tier) == [], "its rows may be in use"
     assert tier._driver.has_jobs()
@@ -145,8 +146,8 @@ def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monk
 def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tier, config, salt, left_out, monkeypatch):
     from vllm.v1.engine.core import EngineCore
 
-    monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
-    monkeypatch.setattr(tier._driver._slot, "ask", lambda _keys, _context: (1, False))
+    monkeypatch.setattr(TierSlot, "available", lambda _slot: True)
+    monkeypatch.setattr(TierSlot, "ask", lambda _slot, _keys, _context: (1, False))
     arrived, _ = EngineCore(config).preprocess_add_request(Request(request_id="a", cache_salt=salt, block_hashes=[]))
     request = SimpleNamespace(req_id="a", kv_transfer_params=None)
     tier.on_new_request(request)
@@ -166,8 +167,8 @@ def test_a_session_is_left_out_where_vllm_offers_other_blocks_of_it_than_it_has_
 ):
     from vllm.v1.engine.core import EngineCore
 
-    monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
-    monkeypatch.setattr(tier._driver._slot, "ask", lambda _keys, _context: (1, False))
+    monkeypatch.setattr(TierSlot, "available", lambda _slot: True)
+    monkeypatch.setattr(TierSlot, "ask", lambda _slot, _keys, _context: (1, False))
     given = {"request_id": "a", "cache_salt": None, "block_hashes": [], "resumable": True}
     first, _ = EngineCore(config).preprocess_add_request(Request(**given))
     request = SimpleNamespace(req_id="a", kv_transfer_params=None)
@@ -190,7 +191,7 @@ def test_nothing_is_stored_once_a_session_may_have_left_other_kv_in_vllms_own_ca
     from vllm.v1.engine.core import EngineCore
 
     given = []
-    monkeypatch.setattr(tier._driver, "submit", lambda job_id, *_job, **_more: given.append(job_id))
+    monkeypatch.setattr(TierDriver, "submit", lambda _driver, job_id, *_job, **_more: given.append(job_id))
     for request_id in ("a", "b"):
         request = Request(request_id=request_id, cache_salt=None, block_hashes=[], resumable=request_id == "b")
         tier.submit_store(job(job_id=len(given)))

@@ -15,7 +15,6 @@ from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.load_or_recompute import LATE
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
-from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -66,13 +65,15 @@ class Clock:
 class Bench:
     """A driver, its store, the rows, and the time."""
 
-    def __init__(self, load_wait=None, **options):
+    def __init__(self, load_wait=None, tokens_per_chunk=(32,), **options):
         self.memory = bytearray(ROWS * ROW)
         self.store = Store()
         self.clock = Clock()
         self.closed = []
         self.results = []
         self.rests = []
+        self.idle_when = lambda: False
+        self.while_it_rests = lambda _seconds: None
         config = TierConfig(type="test", retries=0, **options)
         sizes = [(ROW, VALUE)] * 2
         views = value_views(memoryview(self.memory), ROW, VALUE)
@@ -80,11 +81,27 @@ class Bench:
         self.tier = ChunkStoreTier(config, HostPool([PooledHost("t", backend)]), self.clock)
         assert self.tier.wait_open(PATIENCE) == ""
         self.slot = TierSlot(0, self.tier, TierOptions("test", config.read_only, deadline=config.deadline))
-        self.driver = TierDriver(self.slot, LOOKUP_WAIT, self._close, [32], load_wait, self.clock, self.rests.append)
+        self.driver = TierDriver(
+            self.slot,
+            LOOKUP_WAIT,
+            self.close,
+            tokens_per_chunk,
+            load_wait,
+            self.clock,
+            self.rest,
+            self.is_idle,
+        )
         self.driver.request_started("a", None)
         self.until(self.slot.available)
 
-    def _close(self, seconds):
+    def is_idle(self):
+        return self.idle_when()
+
+    def rest(self, seconds):
+        self.rests.append(seconds)
+        self.while_it_rests(seconds)
+
+    def close(self, seconds):
         self.closed.append(seconds)
         self.tier.close()
 
@@ -128,8 +145,14 @@ def load_wait():
 
 
 @pytest.fixture
-def bench(load_wait):
-    bench = Bench(load_wait)
+def tokens_per_chunk():
+    """By KV group."""
+    return [32]
+
+
+@pytest.fixture
+def bench(load_wait, tokens_per_chunk):
+    bench = Bench(load_wait, tokens_per_chunk)
     yield bench
     bench.store.gate.set()
     bench.driver.close(PATIENCE)
@@ -166,9 +189,9 @@ def test_seconds_saved_are_those_that_computing_takes_less_those_of_loading(benc
     assert metrics.computing_seconds == pytest.approx(64 * 0.01), "priced once, when it was begun"
 
 
+@pytest.mark.parametrize("tokens_per_chunk", [[32, 32]])
 def test_the_windows_of_a_prompt_save_no_tokens_of_their_own_and_their_loads_took_time(bench):
     driver, metrics = bench.driver, bench.driver.metrics
-    driver._ledger._tokens_per_chunk = [32, 32]
     computed(bench, "z", 640, 6.4)
     window = [make_offload_key(bytes([number]) * 32, 1) for number in range(2)]
     bench.store_rows([*KEYS[:4], *window], range(6))
@@ -179,7 +202,7 @@ def test_the_windows_of_a_prompt_save_no_tokens_of_their_own_and_their_loads_too
     assert driver.loaded_tokens == 128
     driver.end_step(["a"])
     assert metrics.computing_seconds == pytest.approx(128 * 0.01)
-    loading = 6 * driver._slot.rate.seconds_per_chunk
+    loading = 6 * bench.slot.rate.seconds_per_chunk
     assert metrics.saved_seconds == pytest.approx(128 * 0.01 - loading)
 
 
@@ -192,20 +215,20 @@ def computed(bench, request, tokens, seconds, position=0.0):
     bench.driver.end_step()
 
 
+@pytest.mark.parametrize("tokens_per_chunk", [[32, 640]])
 def test_what_a_load_saved_is_priced_where_its_tokens_are_in_the_prompt(bench):
     """vLLM's own prefix cache and its primary may have had what is before them."""
     driver, clock = bench.driver, bench.clock
     bench.store_rows(KEYS[:4], range(4))
     ends = dict(zip(KEYS, range(2032, 2032 + 8 * 32, 32), strict=True)).get
-    driver._ledger._tokens_per_chunk = [640]
+    wide = [make_offload_key(bytes(32), 1)]
     for number, start in enumerate([0, 500, 1000, 1500, 2000]):  # computed: the further in, the dearer
         driver.end_step([f"p{number}"])
         clock.now += 640 * (0.01 + start * 0.00001)
         driver.end_step()
-        driver.submit(10 + number, KEYS[:1], [9], f"p{number}", is_promotion=False, ends=lambda _, end=start + 320: end)
+        driver.submit(10 + number, wide, [9], f"p{number}", is_promotion=False, ends=lambda _, end=start + 320: end)
         bench.result(10 + number)
         driver.end_step()
-    driver._ledger._tokens_per_chunk = [32]
     driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True, ends=ends)
     assert bench.result(2).success
     driver.end_step(["a"])
@@ -217,8 +240,8 @@ def test_what_a_load_saved_is_priced_where_its_tokens_are_in_the_prompt(bench):
     assert driver.metrics.computing_seconds - first == pytest.approx(32 * (0.01 + 1000 * 0.00001), rel=0.05)
 
 
+@pytest.mark.parametrize("tokens_per_chunk", [[32, 64]])
 def test_of_several_groups_the_position_is_that_of_the_group_with_the_most_tokens(bench):
-    bench.driver._ledger._tokens_per_chunk = [32, 64]
     keys = [make_offload_key(bytes([number]) * 32, group) for number in range(3) for group in (0, 1)]
     ends = {key: 64 * (1 + number // 2) if number % 2 else 7 for number, key in enumerate(keys)}.get
     assert bench.driver._ledger.extent(keys, ends) == (192, 64 * 2 - 32)
@@ -419,8 +442,8 @@ def test_steps_in_which_nothing_is_computed_leave_loads_some_time_and_others_do_
 @pytest.fixture
 def idle(bench):
     """An engine that has nothing else to do, and whose rests pass real time."""
-    bench.driver._is_idle = lambda: True
-    bench.driver._backoff = IdleBackoff(bench.clock, lambda seconds: (bench.rests.append(seconds), time.sleep(0.002)))
+    bench.idle_when = lambda: True
+    bench.while_it_rests = lambda _seconds: time.sleep(0.002)
     return bench
 
 
@@ -436,7 +459,7 @@ def test_an_engine_with_others_to_compute_does_not_rest_for_an_answer(bench):
 
 def test_an_idle_engine_rests_no_longer_for_a_tier_that_is_slow(idle):
     idle.store.gate.clear()
-    idle.driver._backoff = IdleBackoff(idle.clock, lambda seconds: setattr(idle.clock, "now", idle.clock.now + seconds))
+    idle.while_it_rests = lambda seconds: setattr(idle.clock, "now", idle.clock.now + seconds)
     began = idle.clock.now
     for key in KEYS:
         assert idle.driver.lookup(key, "a") is RETRY
@@ -446,7 +469,7 @@ def test_an_idle_engine_rests_no_longer_for_a_tier_that_is_slow(idle):
 @pytest.mark.parametrize(("begun_before", "answer"), [(False, MISS), (True, RETRY)])
 def test_requests_that_come_together_are_begun_together(idle, begun_before, answer):
     running = ["another"] if begun_before else []
-    idle.driver._is_idle = lambda: not running
+    idle.idle_when = lambda: not running
     idle.driver.finished()
     running.append("a request that the pass has just begun")
     assert idle.driver.lookup(KEYS[0], "a") is answer
@@ -455,7 +478,7 @@ def test_requests_that_come_together_are_begun_together(idle, begun_before, answ
 def test_the_next_step_is_not_idle_because_the_last_one_was(idle):
     idle.driver.finished()
     idle.driver.end_step()
-    idle.driver._is_idle = lambda: False
+    idle.idle_when = lambda: False
     assert idle.driver.lookup(KEYS[0], "a") is RETRY
 
 
@@ -463,7 +486,7 @@ def test_what_was_asked_ahead_is_known_at_the_first_lookup(bench):
     bench.store_rows(KEYS[:2], [0, 1])
     bench.tier._lookups.clear()
     bench.driver.ask_ahead(KEYS)
-    bench.until(lambda: not bench.tier._lookups.open_probes)
+    bench.until(lambda: not bench.tier.stats()["open_probes"])
     bench.driver.request_started("b", None)
     assert [bench.driver.lookup(key, "b") for key in KEYS[:3]] == [HIT, HIT, MISS]
 
@@ -472,9 +495,9 @@ def test_who_asks_ahead_does_not_wait_for_the_engine_nor_reach_into_its_calls(be
     bench.store.gate.clear()
     with bench.driver._tier._in_call:
         bench.driver.ask_ahead(KEYS)
-    assert not bench.tier._lookups.open_probes
+    assert not bench.tier.stats()["open_probes"]
     bench.driver.ask_ahead(KEYS)
-    assert bench.tier._lookups.open_probes
+    assert bench.tier.stats()["open_probes"]
     bench.store.gate.set()
 
 
@@ -537,7 +560,7 @@ def test_an_engine_that_ends_waits_for_stores_for_its_drain_and_no_longer_and_sa
     bench.driver = TierDriver(
         bench.slot,
         LOOKUP_WAIT,
-        bench._close,
+        bench.close,
         [32],
         clock=bench.clock,
         sleep=bench.rests.append,

@@ -89,7 +89,7 @@ def test_keys_that_are_not_of_the_job_reach_the_manager_which_refuses_them(kit, 
     (result,) = finish(kit, tier)
     assert result.job_id == loading.job_id
     assert not is_of(loading, result)
-    assert not tier._jobs
+    assert tier.drain(kit.PATIENCE), "a job is in flight"
 
 
 def test_a_second_result_never_passes_unchecked_and_reaches_the_manager(kit, sealed, keys):
@@ -122,7 +122,7 @@ def test_what_is_no_result_reaches_the_manager_and_the_results_beside_it_are_not
     first, between, last = tier.get_finished_jobs()
     assert between is lie
     assert [first.success, last.success] == [True, True]
-    assert not tier._jobs
+    assert tier.drain(kit.PATIENCE), "a job is in flight"
 
 
 @pytest.mark.parametrize("promotion", [True, False])
@@ -136,7 +136,7 @@ def test_a_result_that_says_neither_yes_nor_no_reaches_the_manager_which_refuses
     (result,) = finish(kit, tier)
     assert result.job_id == odd.job_id
     assert not is_of(odd, result)
-    assert not tier._jobs
+    assert tier.drain(kit.PATIENCE), "a job is in flight"
 
 
 def test_keys_may_be_named_in_an_array(kit, sealed, keys):
@@ -192,7 +192,7 @@ def test_a_submit_that_raises_is_a_failed_job_for_a_store_and_raises_for_a_load(
     assert not result.success
     with pytest.raises(OSError, match="no"):
         tier.submit_load(job(keys, promotion=True))
-    assert not tier._jobs, "what has not begun is not in flight"
+    assert tier.drain(kit.PATIENCE), "what has not begun is not in flight"
 
 
 def test_a_store_that_is_given_up_before_the_tier_has_it_never_reaches_it(kit, sealed, keys):

@@ -51,7 +51,7 @@ def served(policy: str) -> tuple[int, int]:
         manager.on_request_finished(context)
         while len(in_flight) > chance.randrange(4):
             manager.complete_load(*in_flight.pop(0))
-    return hits, manager._policy.bugs._bugs if ours is not None else 0
+    return hits, manager._policy.bugs.count if ours is not None else 0
 
 
 def main() -> None:
