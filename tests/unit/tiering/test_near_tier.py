@@ -99,7 +99,7 @@ def test_without_a_near_tier_that_takes_stores_the_far_one_serves_alone(engines,
     one = engines(1)
     (bench,) = one.benches
     if what == "no near tier":
-        bench.manager._slots[0].options = type(bench.manager._slots[0].options)("near")
+        bench.slots[0].options = type(bench.slots[0].options)("near")
     elif what == "it is off":
         bench.tier["near"].available = False
     else:
@@ -107,4 +107,4 @@ def test_without_a_near_tier_that_takes_stores_the_far_one_serves_alone(engines,
     warm(bench, KEYS, tier="far")
     assert one.run(bench) == [40]
     assert sorted(fetched(bench)) == sorted(KEYS)
-    assert not bench.manager._prefetches.has_work()
+    assert not bench.manager.has_pending_work()

@@ -12,6 +12,7 @@ from kvtiers_vllm.never_raise import BugCount
 from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.keys import GroupKeys
 from kvtiers_vllm.stack.requests import RequestBook, Weights
+from kvtiers_vllm.stack.steps import StepClock
 
 from . import fake_vllm
 
@@ -31,20 +32,15 @@ class Engine:
         self.tier = self.bench.tier["a"]
         self.answers = module.LookupResult
         self.hashes = [number.to_bytes(2, "big") * 16 for number in range(chunks)]
-        self.manager = object.__new__(module.KvtiersManager)
-        self.manager.bugs = BugCount("test")
-        self.manager.requests = RequestBook(GROUPS, Weights("w", lambda: "", lambda: 0), digests, lookup_wait=0.02)
-        self.manager._manager = self.bench.manager
-        self.manager._answered_for, self.manager._answers = None, set()
-        self.manager._began_idle = self.manager._alone = False
-        self.manager._brought = set()
-        self.manager.window_blocks = None
-        self.manager._plans = SimpleNamespace(start=lambda _plan, _request: None)
-        self.manager._describer = None
-        self.manager.pipelined = SimpleNamespace(can_begin=lambda _keys: False)
+        requests = RequestBook(GROUPS, Weights("w", lambda: "", lambda: 0), digests, lookup_wait=0.02)
+        core = SimpleNamespace(request_arrived=[], sees_requests=True)
+        self.manager = module.KvtiersManager(
+            self.bench.manager, requests, 1, StepClock(), dict, lambda: None, core, alone=False
+        )
+        self.manager.pipelined = SimpleNamespace(can_begin=lambda _keys: False, advance=lambda: None)
         shown = SimpleNamespace(request_id="r", block_hashes=self.hashes, lora_request=None, cache_salt=None)
-        self.manager.requests.show(shown)
-        request = self.manager.requests.open("r", None)
+        requests.show(shown)
+        request = requests.open("r", None)
         self.bench.manager.on_new_request(request.context, 16 * chunks)
         self.request, self.context = request, SimpleNamespace(req_id="r")
 
@@ -52,8 +48,8 @@ class Engine:
         return self.hashes[place] + group.to_bytes(4, "big")
 
     def step(self, seconds=0.001):
-        self.manager._forget_answers()
-        self.bench.step(seconds)
+        self.bench.clock.now += seconds
+        self.manager.on_schedule_end(None)
 
     def scan(self, group, start, end):
         """vLLM 0.32's lookups of a group between these chunks; return up to where it finds what it needs."""
@@ -145,7 +141,6 @@ def test_what_a_tier_brings_while_a_step_is_computed_is_found_in_the_next_one(en
     connector.bugs = BugCount("test")
     connector.connector_scheduler = SimpleNamespace(manager=played.manager)
     monkeypatch.setattr(type(played.manager), "back_off", lambda _manager, computes: None)
-    played.manager.steps = SimpleNamespace(begins=lambda *_: None)
     played.manager.pipelined.take_parts = list
 
     def offer(_self, _step):
@@ -203,7 +198,6 @@ def test_a_part_of_a_block_that_was_not_decided_about_is_looked_up_alone(engine)
 def test_vllm_is_told_of_each_loaded_chunk_whether_a_tier_or_the_primary_had_it(engine):
     scene = engine(8)
     manager, bench = scene.manager, scene.bench
-    manager._limit = SimpleNamespace(load_found=lambda: None)
     keys = [scene.key(0, place) for place in range(8)]
     windows = [scene.key(group, place) for group in (1, 2) for place in range(4, 8)]
     bench.store(keys[:3])
