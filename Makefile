@@ -13,10 +13,10 @@ SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 # Tests start thousands of Pythons, which must not each compile the sources again; empty means not set.
 export PYTHONDONTWRITEBYTECODE :=
 
-# What is installed is what uv.lock says, by pip or, with `make ... WITH_UV=1`, by uv. `NEWEST=1`: pip, without the lock.
-WITH_UV ?=
+# What is installed has the versions and the hashes of constraints.txt; what has none there is torch and our own packages,
+# and pip is not to want them. `NEWEST=1`: what is newest, without it.
 NEWEST ?=
-LOCKED := $(if $(NEWEST),,--constraint $(VENV)/constraints.txt)
+LOCKED := $(if $(NEWEST),,--no-require-hashes --constraint constraints.txt)
 
 # $(call editable,DISTRIBUTIONS,OPTIONS): install them with what builds them, which pip would install for each of them again.
 editable = $(INSTALL) $(LOCKED) editables 'hatchling>=1.27' && \
@@ -223,8 +223,15 @@ wheels: $(VENV)/.made  ## Build a wheel of each distribution into wheels/, for `
 	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels $(addprefix ./,$(DISTRIBUTIONS))
 	@ls wheels
 
-lock:  ## Write uv.lock again, with the newest versions of everything (needs uv)
-	uv lock --upgrade
+# uv compiles for every Python and system at once, and keeps what the file has. The distributions come in twice: for all their
+# extras, and as each other's dependencies, which it writes as paths. torch is left out: which build of it is installed, for
+# the CPU or with CUDA, is the machine's choice, and each has hashes of its own.
+lock: $(VENV)/.made  ## Write constraints.txt again, in step with each pyproject.toml (NEWEST=1: with the newest versions)
+	$(INSTALL) 'uv>=0.9'
+	printf '%s\n' $(addprefix ./,$(DISTRIBUTIONS)) | $(VENV)/bin/uv pip compile - $(PROJECTS) --all-extras --group dev \
+		--no-sources --universal --python-version 3.11 --generate-hashes --no-emit-package torch --no-annotate \
+		$(if $(NEWEST),--upgrade) --custom-compile-command "make lock" --output-file constraints.txt --quiet
+	sed --in-place '/^\.\//d' constraints.txt
 
 environment-sglang: $(SGLANG_VENV)/.made  ## Make .venv-sglang, with the real SGLang
 
@@ -248,9 +255,8 @@ clean:  ## Remove the environment and everything built
 
 # An environment that a failed attempt left without pip is made again.
 $(VENV)/.made:
-	$(if $(WITH_UV),uv venv --seed --allow-existing --quiet $(VENV))
 	@[ -x $(VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VENV); }
-	$(INSTALL) --upgrade 'pip>=25.1'
+	$(INSTALL) --upgrade 'pip>=26.3'
 	@touch $@
 
 $(AZURITE)/.made:
@@ -258,15 +264,12 @@ $(AZURITE)/.made:
 	npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@$(AZURITE_VERSION)
 	@touch $@
 
-$(VENV)/constraints.txt: $(VENV)/.made uv.lock tools/lock_constraints.py
-	@$(PYTHON) tools/lock_constraints.py > $@
-
-$(VENV)/.demo: $(VENV)/constraints.txt $(addsuffix /pyproject.toml,$(DEMO))
+$(VENV)/.demo: $(VENV)/.made constraints.txt $(addsuffix /pyproject.toml,$(DEMO))
 	$(call editable,$(DEMO))
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml $(PROJECTS)
-	$(if $(WITH_UV),uv sync --locked --all-packages --inexact --quiet,$(call editable,$(DISTRIBUTIONS),--group dev))
+$(VENV)/.dev: $(VENV)/.made constraints.txt pyproject.toml $(PROJECTS)
+	$(call editable,$(DISTRIBUTIONS),--group dev)
 	@touch $(VENV)/.demo $@
 
 # Tools of their own kind: what they check is run by GitHub alone, so they are no part of the environment.

@@ -27,7 +27,7 @@ TESTS = (
     # What others share: of the tests that use it, the quick ones.
     (r"conftest\.py|tests/[^/]+", "tests/unit tests/integration/pool tests/integration/manager"),
     (r"pyproject\.toml", f"tests/unit {FILES}"),
-    (r"Makefile|uv\.lock|\..+", FILES),
+    (r"Makefile|constraints\.txt|\..+", FILES),
     (r"core/src/kvtiers/(\w+)/.+", r"tests/unit/\1"),
     (r"core/src/kvtiers/_?(\w+)\.py", r"tests/unit/test_\1.py"),
     (r"core/.+", "tests/unit"),

@@ -1,4 +1,4 @@
-"""What stands in several of the project's files stands there alike: versions, targets, members, kinds."""
+"""What stands in several of the project's files stands there alike: versions, targets, extras, kinds."""
 
 import re
 import tomllib
@@ -94,10 +94,6 @@ def test_pre_commit_and_the_environment_have_the_same_ruff():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     (rev,) = [repo["rev"] for repo in hooks if repo["repo"].endswith("/ruff-pre-commit")]
     assert f"ruff~={rev.removeprefix('v')}" in PROJECT["dependency-groups"]["dev"]
-
-
-def test_the_workspace_has_every_distribution():
-    assert set(PROJECT["tool"]["uv"]["sources"]) == {name_of(path) for path in DISTRIBUTIONS}
 
 
 def test_the_extra_all_has_every_other_but_that_of_authors_and_every_tier_but_the_example():

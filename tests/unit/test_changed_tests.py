@@ -42,7 +42,7 @@ def test_what_the_tests_share_has_the_unit_tests(changed_tests, file):
         ("tests/tenant_scenes.py", "plugins/redis_tier/tests/test_tenants.py"),
         ("Makefile", "tests/packaging/test_project_files.py"),
         (".github/workflows/ci.yml", "tests/packaging/test_project_files.py"),
-        ("uv.lock", "tests/packaging/test_lock.py"),
+        ("constraints.txt", "tests/packaging/test_lock.py"),
         ("benchmarks/client.py", "tests/unit/test_benchmarks.py"),
         ("integrations/vllm/benchmarks/clients/compare.py", "tests/unit/test_benchmarks.py"),
         ("integrations/vllm/tests/real_vllm/test_some.py", "integrations/vllm/tests/unit"),
