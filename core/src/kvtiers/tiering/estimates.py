@@ -73,7 +73,7 @@ _POSITIONED_STEPS = 16
 _LONGER = 2  # times the tokens of the shortest step: what a step takes longer than that is the cost of more tokens
 _LEAST_COST = 1 / 8  # of a step's seconds for its tokens
 _MOST_PRIOR = 3  # times the engine's estimate
-_LEAST_OF_ESTIMATE = 1 / 5  # at 0.4 of a card's peak; no card is faster than its peak in 8 bits
+_LEAST_OF_ESTIMATE = 1 / 2  # at 0.4 of a card's peak; engines reach 0.5 to 0.6 of it, those in 8 bits up to twice that
 _APART = 1 / 4  # of the furthest position: steps that are nearer to each other say nothing of the slope
 _FEWEST_PAIRS = 3
 
