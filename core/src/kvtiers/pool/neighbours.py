@@ -6,6 +6,7 @@ model, layout or other weights, are none of these.
 """
 
 import logging
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from kvtiers.pool.memory import Index, Plane, Shape
 __all__ = ["Checked", "Neighbours", "Place"]
 
 _log = logging.getLogger("kvtiers.pool")
-_THREADS = 4
+_THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
 _PIECE_ROWS = 16  # hashed by a thread at a stretch
 
 
