@@ -4,6 +4,7 @@ Usage: engine_run.py MODEL MODE STORE SCENE[,SCENE ...]; prints one JSON object 
 RESULT. Weights are random ones: what is measured does not look at them.
 """
 
+import functools
 import json
 import os
 import random
@@ -498,11 +499,30 @@ def resume(engine: Engine) -> dict[str, Any]:
     return {**found, "figures": engine.figures()}
 
 
+def orders(engine: Engine) -> dict[str, Any]:
+    """Do what the lines on standard input say until it ends, one RESULT each: ``forget``, or what to ask, as JSON.
+
+    ``{"seed": 77, "count": 6, "tokens": 16384, "at_once": true, "only": [0, 3], "answer": 16}``; without the last two
+    all of them are asked, for one token each.
+    """
+    made = functools.cache(engine.prompts)
+    for line in sys.stdin:
+        order, found = json.loads(line), {}
+        if order == "forget":
+            engine.forget()
+        else:
+            prompts = made(order["seed"], order["count"], order["tokens"])
+            asked = [prompts[number] for number in order.get("only", range(len(prompts)))]
+            found = engine.ask(asked, order.get("answer", 1)) if order["at_once"] else one_by_one(engine, asked)
+        print("RESULT " + json.dumps({"mode": engine.mode, "scene": "order", **found}), flush=True)
+    return {"figures": engine.figures()}
+
+
 SCENES = {
     scene.__name__: scene
     for scene in (
         *(check, tokens, warm_up, startup, beside_stores, primary, long, burst),
-        *(fill, fill_pool, fill_store, restart, store, throughput, mixed, chat, resume),
+        *(fill, fill_pool, fill_store, restart, store, throughput, mixed, chat, resume, orders),
     )
 }
 

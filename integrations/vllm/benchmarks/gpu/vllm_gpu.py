@@ -184,12 +184,10 @@ LISTS = {
 class Keeper:
     """The keeper of a pool, whose engines find it by the variable POOL."""
 
-    def __init__(self, gib: int, folder: Path) -> None:
-        from kvtiers.pool.loan import pool_figures
-
-        os.environ["POOL"] = path = str(folder / "pool.sock")
+    def __init__(self, gib: int, folder: Path, engines: int = 1) -> None:
+        os.environ["POOL"] = self._path = str(folder / "pool.sock")
         program = "from kvtiers.cli.main import main; main()"
-        options = ["--size", f"{gib}GiB", "--socket", path]
+        options = ["--size", f"{gib}GiB", "--socket", self._path, "--engines", str(engines)]
         self.log = folder / "keeper.log"
         with self.log.open("w") as log:
             self._process = subprocess.Popen([sys.executable, "-c", program, "pool", "serve", *options], stderr=log)
@@ -199,15 +197,24 @@ class Keeper:
             if self._process.poll() is not None:
                 sys.exit(f"the keeper has ended: {self.log.read_text(encoding='utf-8')}")
             with contextlib.suppress(Exception):  # not there yet
-                self.figures = pool_figures(path)
-        self._ask = lambda: pool_figures(path, 30.0)
+                self.figures = self.ask()
         print(f"keeper: populated in {self.figures['populate_seconds']} s", flush=True)
+
+    def ask(self) -> dict[str, Any]:
+        """Return its figures."""
+        from kvtiers.pool.loan import pool_figures
+
+        figures: dict[str, Any] = pool_figures(self._path, 30.0)
+        return figures
 
     def after(self, run: Run) -> list[dict[str, Any]]:
         """Return its figures once the engine of this run has ended, and how long that took from now on."""
         begun = time.perf_counter()
-        while (figures := self._ask())["engine"] and time.perf_counter() < begun + 60:
+        while any(part["engine"] or part["checking"] for part in self.ask()["parts"]):
             time.sleep(0.05)
+            if time.perf_counter() > begun + 60:
+                break
+        figures = self.ask()
         seconds = round(time.perf_counter() - begun, 2)
         place = {"primary_gib": run.primary, "gpu_gib": run.gpu_gib}
         found = {"mode": "pool", "scene": "keeper", **place, "reclaimed_s": seconds, **figures}
@@ -386,7 +393,7 @@ def pool_goals(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the goals of a pool: bursts after restarts, and what it costs beside a primary of the engine's own."""
     found: list[dict[str, Any]] = []
     for kind, captured in (("", True), (", eager mode", False)):
-        again = restarts([one for one in results if bool(one["gpu_gib"]) == captured], "pool")
+        again = restarts([one for one in results if bool(one.get("gpu_gib")) == captured], "pool")
         if not again:
             continue
         slowest, share = max(s for s, _ in again), min(share for _, share in again)
