@@ -45,9 +45,13 @@ def engine(shared: Engine) -> Engine:
     return shared
 
 
-def slow(path: Path) -> dict[str, Any]:
-    """Return a tier that reads one value after the other."""
-    return fs(path, rate_limit={"requests_per_second": 8}, threads=1, processes=1)
+def slow(path: Path, rate: int = 8) -> dict[str, Any]:
+    """Return a tier that reads one value after the other, so many in a second."""
+    return fs(path, rate_limit={"requests_per_second": rate}, threads=1, processes=1)
+
+
+SOME = {"load_wait": "5s"}
+"""In which a tier that brings two values a second brings some of ``FIRST``, and not all, on a busy machine too."""
 
 
 def begun(engine: Engine) -> int:
@@ -97,7 +101,7 @@ def test_after_a_reset_it_is_loaded_again(engine, right):
 
 
 def test_what_has_not_come_in_time_is_computed_after_what_has(start, model, store, right):
-    engine = start(model, whole_stack(slow(store), waits=PATIENT | {"load_wait": "1.2s"}))
+    engine = start(model, whole_stack(slow(store, 2), waits=PATIENT | SOME))
     engine.do("cut_jobs", chunks=2)
     right(engine, FIRST)
     assert begun(engine) == 1
@@ -118,7 +122,7 @@ def test_two_ranks_copy_the_same_parts_and_miss_the_same_blocks(start, model, tm
     first = start(model, whole_stack(fs(path)), **TWO_RANKS)
     assert right(first, FIRST) == [0]
     first.shutdown()
-    engine = start(model, whole_stack(slow(path), waits=PATIENT | {"load_wait": "1.2s"}), **TWO_RANKS)
+    engine = start(model, whole_stack(slow(path, 2), waits=PATIENT | SOME), **TWO_RANKS)
     engine.do("cut_jobs", chunks=2)
     right(engine, FIRST)
     assert begun(engine) == 1
@@ -175,10 +179,10 @@ class Hybrid:
         assert min(self.whole) > 0
         engine.shutdown()
 
-    def engine(self, store: Path | None = None, **waits: str) -> Engine:
+    def engine(self, store: Path | None = None, slower: int = 1, **waits: str) -> Engine:
         """Start an engine over that store, or another, with a tier that brings its values slowly."""
         rate, chunks = self._slow
-        tier = fs(store or self.store, rate_limit={"requests_per_second": rate}, threads=1, processes=1)
+        tier = fs(store or self.store, rate_limit={"requests_per_second": rate / slower}, threads=1, processes=1)
         engine = self._start(self._model, whole_stack(tier, waits=PATIENT | waits), **self._options)
         engine.do("cut_jobs", chunks=chunks)
         return engine
@@ -208,7 +212,7 @@ def test_of_several_groups_rows_follow_in_parts_and_every_token_is_right(hybrid)
 
 
 def test_of_several_groups_what_lacks_a_chunk_at_its_end_is_computed(hybrid):
-    engine = hybrid.engine(load_wait="0.6s")
+    engine = hybrid.engine(slower=4, **SOME)
     tokens, cached = engine.generate(hybrid.prompts[0])
     assert tokens == hybrid.tokens[:1]
     assert cached[0] < hybrid.whole[0]
