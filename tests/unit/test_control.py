@@ -345,6 +345,25 @@ def test_no_thread_or_socket_is_left_of_a_socket_that_was_closed(busy_seconds, m
         send_command(control.name, "drain", 5)
 
 
+def test_no_thread_is_left_of_a_command_that_is_being_answered(serve):
+    begun = threading.Event()
+
+    def act(_request):
+        begun.set()
+        time.sleep(0.2)
+        return "done", {}
+
+    before = set(threading.enumerate())
+    control = serve({"act": act})
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"\0{control.name}")
+        client.sendall(b'{"kvtiers_control": 1, "action": "act", "seconds": 60}\n')
+        assert begun.wait(60)
+        control.close()
+        assert set(threading.enumerate()) <= before
+        assert json.loads(client.recv(1 << 16))["text"] == "done"
+
+
 def test_closing_does_not_wait_long_for_tiers_that_hang(monkeypatch):
     monkeypatch.setattr("kvtiers.control.SOCKET_PREFIX", "kvtiers-unseen-")
     begun, goes_on = threading.Event(), threading.Event()

@@ -74,7 +74,7 @@ _COMMANDS = 16  # commands that wait for a step at once; the others wait for one
 _BACKLOG = 256
 _TEND_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1  # after a connection that could not be accepted, or while none may be
-_CLOSE_SECONDS = 1.0  # for the thread to end; it may have to carry a command out by itself, which can take longer
+_CLOSE_SECONDS = 1.0  # for the threads to end; one that waits for a step, or for its client, can take longer
 _EACH_SECONDS = 0.001  # after every connection: 1,000 a second are 2 % of a processor
 REMEMBERED = 20
 _LONGEST_NOTE = 500
@@ -178,6 +178,7 @@ class ControlSocket:
         self._on_close = on_close
         self._closed = threading.Event()
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
+        self._answering: list[threading.Thread] = []
         self._commands = threading.BoundedSemaphore(_COMMANDS)
         self.latest: deque[dict[str, Any]] = deque(maxlen=REMEMBERED) if latest is None else latest
         """The latest commands: when (seconds since the epoch), uid and pid of its sender, what, and what came of it."""
@@ -196,8 +197,11 @@ class ControlSocket:
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
+        until = time.monotonic() + _CLOSE_SECONDS
         self._thread.join(_CLOSE_SECONDS)  # before the number of its socket can become another file's
         self._socket.close()
+        for thread in self._answering:
+            thread.join(max(0.0, until - time.monotonic()))
         self._on_close()
 
     def _serve(self) -> None:
@@ -228,10 +232,13 @@ class ControlSocket:
         self._closed.wait(_EACH_SECONDS)
 
     def _start(self, *of: Any) -> None:
+        thread = threading.Thread(target=self._take, args=of, name="kvtiers-command", daemon=True)
         try:
-            threading.Thread(target=self._take, args=of, name="kvtiers-command", daemon=True).start()
+            thread.start()
         except RuntimeError:  # no thread can be had: the next connection waits for this one
             self._take(*of)
+        else:
+            self._answering = [*(each for each in self._answering if each.is_alive()), thread]
 
     def _take(self, connection: socket.socket, pid: int, uid: int) -> None:
         try:
