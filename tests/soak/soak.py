@@ -316,9 +316,9 @@ class Soak:
         some = self.redis, self.sentinel, self.cluster, self.azure, S3(folder), Gcs(folder), Mooncake(folder)
         self.servers = [server for server in some if server]
         self.deck = []
-        self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self._install_liar()}
+        self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self.install_liar()}
 
-    def _install_liar(self):
+    def install_liar(self):
         site = self.folder / "site"
         info = site / "kvtiers_soak-1.0.dist-info"
         info.mkdir(parents=True)
@@ -466,11 +466,11 @@ class Soak:
     def leftovers(self):
         """Return what engines that are gone have left; dying takes a moment, so it is looked at for some seconds."""
         until = time.monotonic() + 20
-        while (left := self._left()) and time.monotonic() < until:
+        while (left := self.left()) and time.monotonic() < until:
             time.sleep(0.2)
         return left
 
-    def _left(self):
+    def left(self):
         left = []
         for process in Path("/proc").iterdir():
             if not process.name.isdecimal() or int(process.name) == os.getpid():

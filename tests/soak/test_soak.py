@@ -120,11 +120,11 @@ def test_a_process_that_is_left_is_found_and_one_that_has_ended_is_not():
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(600)"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as left:
         left.stdout.readline()  # it runs, with its environment
-        found = soak.Soak._left(looker)
+        found = soak.Soak.left(looker)
         left.kill()
     assert len(found) == 1
     assert f"process {left.pid}: " in found[0]
-    assert soak.Soak._left(looker) == []
+    assert soak.Soak.left(looker) == []
 
 
 def test_a_row_with_another_byte_is_counted_and_reported(capsys):
@@ -176,7 +176,7 @@ def test_a_call_that_never_returns_is_noticed_and_its_stack_is_shown(tmp_path):
 def test_a_mutated_load_of_a_tier_of_the_third_rung_is_a_miss_and_counted(tmp_path):
     chaos = soak.Soak.__new__(soak.Soak)
     chaos.folder = tmp_path
-    environment = os.environ | {"PYTHONPATH": chaos._install_liar()}
+    environment = os.environ | {"PYTHONPATH": chaos.install_liar()}
     tier = {"type": "managed-liar", "max_blocks": 200, **soak.MANAGED}
     config = {"version": 1, "primary": soak.PRIMARY, **soak.WAITS, "secondary": [tier]}
     for seconds in (8, 60):  # a busy machine may load too little in the first

@@ -159,7 +159,7 @@ class Radosgw:
             raise RuntimeError(
                 f"Ceph's gateway is not installed; apt-get install --no-install-recommends {' '.join(missing)}"
             )
-        self._folder = Path(tempfile.mkdtemp(prefix="kvceph"))  # short: it holds UNIX sockets
+        self.folder = Path(tempfile.mkdtemp(prefix="kvceph"))  # short: it holds UNIX sockets
         self.processes: list[subprocess.Popen[bytes]] = []
         self._ports = [free_port() for _ in range(3)]
         self.endpoint = f"http://127.0.0.1:{self._ports[2]}"
@@ -168,7 +168,7 @@ class Radosgw:
         try:
             self._start()
         except BaseException:
-            logs = [f"{log.name}: {log.read_text(errors='replace')[-500:]}" for log in self._folder.glob("*.log")]
+            logs = [f"{log.name}: {log.read_text(errors='replace')[-500:]}" for log in self.folder.glob("*.log")]
             self.__exit__()
             print("\n".join(logs), file=sys.stderr)  # noqa: T201 -- why a whole session's tests fail
             raise
@@ -177,10 +177,10 @@ class Radosgw:
     def __exit__(self, *_: object) -> None:
         for process in reversed(self.processes):
             stop(process)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        folder, fsid = self._folder, str(uuid.uuid4())
+        folder, fsid = self.folder, str(uuid.uuid4())
         mon = f"[v2:127.0.0.1:{self._ports[0]},v1:127.0.0.1:{self._ports[1]}]"
         for name in ("mon", "osd", "rgw"):
             (folder / name).mkdir()
@@ -189,14 +189,14 @@ class Radosgw:
         (folder / "ceph.conf").write_text(_CEPH_CONF.format(D=folder, **settings))
         self._run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", mon, f"{folder}/monmap")
         self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", f"{folder}/monmap")
-        self._serve("ceph-mon", "-i", "a", "-f")
+        self.serve("ceph-mon", "-i", "a", "-f")
         osd = str(uuid.uuid4())
         self._run("ceph", "osd", "new", osd, "0")
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
-        self._serve("ceph-osd", "-i", "0", "-f")
+        self.serve("ceph-osd", "-i", "0", "-f")
         until(lambda: "1 up" in self._run("ceph", "osd", "stat"), "Ceph's object store daemon", self.processes[-1])
         until(self._has_a_user, "Ceph's user", self.processes[-1])
-        self._serve("radosgw", "-n", "client.rgw", "-f")
+        self.serve("radosgw", "-n", "client.rgw", "-f")
         until(lambda: answers(self.endpoint), "Ceph's gateway", self.processes[-1])
         # The first object makes the pools, which takes a second or more.
         client_of(self.endpoint).put_object(Bucket=new_bucket(self.endpoint), Key="first", Body=b"")
@@ -211,7 +211,7 @@ class Radosgw:
         return False
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "CEPH_CONF": f"{self._folder}/ceph.conf"}
+        return {**os.environ, "CEPH_CONF": f"{self.folder}/ceph.conf"}
 
     def _run(self, *command: str) -> str:
         done = subprocess.run(
@@ -225,8 +225,8 @@ class Radosgw:
         """Run radosgw-admin."""
         return self._run("radosgw-admin", *command)
 
-    def _serve(self, *command: str) -> None:
-        log = self._folder / f"{command[0]}.log"
+    def serve(self, *command: str) -> None:
+        log = self.folder / f"{command[0]}.log"
         self.processes.append(start(list(command), log, env=self._environment()))
 
 

@@ -45,7 +45,7 @@ def test_hosts_start_side_by_side_behind_the_back_of_open_manager(start, faulty,
     for name in names:
         gates_of(name).set("open", "hang")
     engine = start(*tiers)
-    assert not any(slot.available() for slot in engine.manager._slots)
+    assert not any(map(engine.in_use, engine.manager.stats()["tiers"]))
     machine.wait_until(lambda: all(gates_of(name).reached("open") for name in names), "all four hanging at once")
     for name in names:
         assert machine.release(gates_of(name).root / "fifo")

@@ -69,17 +69,19 @@ class PlayedTier(EventTier):
 
 
 class Bench:
+    detach_seconds = 0.15
+
     def __init__(self, clock):
         self.clock = clock
         self.rows = BounceRows(8, 4096)
         self.driver = None
 
-    def drive(self, *tiers, read_only=()):
+    def drive(self, *tiers, read_only=(), wait=lambda seconds, fd: None, clock=None):
         slots = [
             TierSlot(index, tier, TierOptions(f"t{index}", read_only=tier in read_only, deadline=30.0))
             for index, tier in enumerate(tiers)
         ]
-        self.driver = Driver(slots, lambda seconds, fd: None, is_polled=True, clock=self.clock)
+        self.driver = Driver(slots, wait, is_polled=True, clock=clock or self.clock, detach_seconds=self.detach_seconds)
         return self.driver
 
     def begin(self, kind, keys, until=FAR):

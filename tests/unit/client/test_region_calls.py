@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 
-from kvtiers.client import driver as driver_module
 from kvtiers.client.arguments import Value
 from kvtiers.client.client import Client
 from kvtiers.client.pieces import Pieces
@@ -114,7 +113,7 @@ def test_jobs_in_the_region_are_detached_when_their_call_is_over_and_what_landed
     assert not get.stop()
     get.wait_detached()
     assert get.found == {keys[0]: get.lease.rows[0]}
-    clock.now += driver_module._DETACH_SECONDS
+    clock.now += bench.detach_seconds
     bench.step()
     assert tier.killed == [], "it has answered"
     get.release()
@@ -131,7 +130,7 @@ def test_a_host_that_does_not_answer_in_time_is_killed_and_its_end_ends_the_call
     (job_id,) = tier.jobs
     put.stop()
     bench.step()
-    clock.now += driver_module._DETACH_SECONDS
+    clock.now += bench.detach_seconds
     bench.step()
     bench.step()
     assert (set(tier.released), tier.killed) == ({job_id}, [job_id]), "killed once"
@@ -161,11 +160,11 @@ def test_a_host_is_not_killed_for_a_stall_of_the_callers_own_process(bench, play
     put.parts = {row: [(0, 8)] for row in put.lease.rows}
     (job_id,) = tier.jobs
     put.stop()
-    stalled = driver_module._DETACH_SECONDS if stalls == "before the message is sent" else 0.0
+    stalled = bench.detach_seconds if stalls == "before the message is sent" else 0.0
     bench.step()
     assert tier.released
-    stalled = driver_module._DETACH_SECONDS - stalled
-    clock.now += driver_module._DETACH_SECONDS / 100
+    stalled = bench.detach_seconds - stalled
+    clock.now += bench.detach_seconds / 100
     bench.step()
     assert tier.killed == []
     tier.says.append(JobReleased(job_id, bytes([Status.FAILED] * len(keys))))
@@ -177,11 +176,9 @@ def test_a_driver_whose_thread_ends_by_a_bug_kills_the_hosts_that_a_call_would_w
     tier = played()
     kill = tier.kill_job
     tier.kill_job = lambda job_id, reason: (kill(job_id, reason), tier.end())
-    driver = bench.drive(tier)
-    driver._clock = time.monotonic
+    driver = bench.drive(tier, wait=pytest.fail, clock=time.monotonic)
     put = bench.begin(Put, keys)
     put.parts = {row: [(0, 8)] for row in put.lease.rows}
-    driver._wait = pytest.fail
     driver._run()
     assert (tier.killed, put.over.is_set(), put.stop()) == ([1], True, False)
 

@@ -32,7 +32,7 @@ _log = logging.getLogger("kvtiers")
 _POLL_SECONDS = 0.0005  # of tiers without a descriptor, while something of theirs is in flight
 _AWAKE_SECONDS = 0.005  # the longest sleep while something is in flight: deadlines, hosts that are being started
 _UNUSABLE_SECONDS = 0.25  # how often a tier is looked at that is not usable, while nothing is in flight
-_DETACH_SECONDS = 0.15  # for a tier host to say that it does not write into a call's memory any more
+_DETACH_SECONDS = 0.15
 _IN_USE = "the time of a call is over, and it has not given the call's memory back"
 _LAST_SECONDS = 5.0  # for the thread to end; nothing that it calls waits
 _CONTEXT = RequestContext("")
@@ -57,6 +57,7 @@ class Driver:
     """The thread. ``wait(seconds, fd)``: waits for tier hosts and the descriptor; None where no tier has a host.
 
     ``slots``: called on this thread alone, until ``stop`` has returned. ``is_polled``: some tiers have no host.
+    ``detach_seconds``: for a tier host to say that it does not write into a call's memory any more.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Driver:
         is_polled: bool,
         publisher: EventSide | None = None,
         clock: Callable[[], float] = time.monotonic,
+        detach_seconds: float = _DETACH_SECONDS,
     ) -> None:
         self.slots = slots
+        self._detach_seconds = detach_seconds
         self._wait = wait
         self._is_polled = is_polled
         self.publisher = publisher
@@ -225,7 +228,7 @@ class Driver:
             slot.end_step()
         now = self._clock()
         for found in asked:  # only now their RELEASE is on its way
-            found.detach_by = found.detach_by or now + _DETACH_SECONDS
+            found.detach_by = found.detach_by or now + self._detach_seconds
         self._ledger.expire()
 
     def _begin_new(self) -> None:

@@ -203,7 +203,7 @@ class Gateway:
         # As `ceph daemon ... perf dump rgw` does, which takes a second to start: half of the time that loads take.
         with socket.socket(socket.AF_UNIX) as asked:
             asked.settimeout(PATIENCE)
-            asked.connect(f"{self._ceph._folder}/client.rgw.asok")
+            asked.connect(f"{self._ceph.folder}/client.rgw.asok")
             asked.sendall(json.dumps({"prefix": "perf dump", "logger": "rgw"}).encode() + b"\0")
             with asked.makefile("rb") as answer:
                 figures = json.loads(answer.read(int.from_bytes(answer.read(4), "big")))
@@ -212,8 +212,8 @@ class Gateway:
     def start(self) -> None:
         """Start it where it does not run, and wait until it answers."""
         if self._process.poll() is not None:
-            self._ceph._processes.pop()
-            self._ceph._serve("radosgw", "-n", "client.rgw", "-f")
+            self._ceph.processes.pop()
+            self._ceph.serve("radosgw", "-n", "client.rgw", "-f")
             self._servers.until(lambda: self._servers.answers(self._ceph.endpoint), "Ceph's gateway", self._process)
 
     def hang(self) -> None:
@@ -231,7 +231,7 @@ class Gateway:
 
     @property
     def _process(self) -> "subprocess.Popen[bytes]":
-        process: subprocess.Popen[bytes] = self._ceph._processes[-1]
+        process: subprocess.Popen[bytes] = self._ceph.processes[-1]
         return process
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers.region.region import SharedOffloadRegion
 from kvtiers_replay.engine import task
 from kvtiers_replay.trace import read_trace
 from kvtiers_replay.workload import Workload
@@ -55,6 +56,19 @@ def conversation_trace() -> Path:
 @pytest.fixture
 def workload(trace_file) -> Workload:
     return read_trace(trace_file, limit=150)
+
+
+@pytest.fixture
+def regions(monkeypatch) -> list:
+    """The regions that replays in this process make."""
+    made, create = [], SharedOffloadRegion.create
+
+    def create_and_note(*args, **kwargs):
+        made.append(create(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(SharedOffloadRegion, "create", create_and_note)
+    return made
 
 
 @pytest.fixture

@@ -34,11 +34,11 @@ def test_all_ranks_store_and_load_their_own_parts(workload, managers, workers, b
     assert results.preemptions == 0
 
 
-def test_each_rank_has_bytes_of_its_own_so_that_a_mix_up_would_be_seen(workload, managers) -> None:
+def test_each_rank_has_bytes_of_its_own_so_that_a_mix_up_would_be_seen(workload, regions) -> None:
     seen = []
 
     def look(_progress) -> None:
-        first_row = np.frombuffer(managers[-1]._engine._region.view, np.uint8, 4032)
+        first_row = np.frombuffer(regions[-1].view, np.uint8, 4032)
         seen.append((first_row[:2016].copy(), first_row[2016:].copy()))
 
     replay(config(), workload, ReplayOptions(workers=2, primary_chunks=200), progress=look)

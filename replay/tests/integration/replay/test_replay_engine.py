@@ -18,14 +18,14 @@ MEMORY = {"type": "memory", "io": "thread", "capacity": "64MiB"}
 MEMORY_ASYNC = {"type": "memory-async", "max_blocks": 5000}
 
 
-def test_a_flipped_bit_in_a_row_is_counted_as_a_wrong_byte(workload, managers) -> None:
+def test_a_flipped_bit_in_a_row_is_counted_as_a_wrong_byte(workload, regions) -> None:
     layout = replay_layout(config(), 512, ReplayOptions())
     damaged = []
 
     def damage(report) -> None:
         if report.requests >= 100 and not damaged:
             damaged.append(report)
-            rows = np.frombuffer(managers[-1]._engine._region.view, np.uint8).reshape(-1, layout.row_stride)
+            rows = np.frombuffer(regions[-1].view, np.uint8).reshape(-1, layout.row_stride)
             rows[:, 1234] ^= 4
 
     good = replay(config(), workload, ReplayOptions())

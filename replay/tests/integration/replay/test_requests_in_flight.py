@@ -98,7 +98,7 @@ def test_without_a_prefix_cache_a_preempted_request_loads_again_what_it_had_stor
     assert results.prefix_hits <= results.infinite_hits
 
 
-def test_a_block_that_a_transfer_has_damaged_is_noticed_among_many_requests(workload, managers) -> None:
+def test_a_block_that_a_transfer_has_damaged_is_noticed_among_many_requests(workload, regions) -> None:
     stride = replay_layout(config(), 512, ReplayOptions()).row_stride
 
     damaged = []
@@ -106,7 +106,7 @@ def test_a_block_that_a_transfer_has_damaged_is_noticed_among_many_requests(work
     def damage(progress) -> None:
         if progress.requests >= 80 and not damaged:
             damaged.append(progress)
-            rows = np.frombuffer(managers[-1]._engine._region.view, np.uint8).reshape(-1, stride)
+            rows = np.frombuffer(regions[-1].view, np.uint8).reshape(-1, stride)
             rows[:, 1234] ^= 4
 
     results = replay(config(), workload, ReplayOptions(concurrency=6, primary_chunks=2000), progress=damage)
