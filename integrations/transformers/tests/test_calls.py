@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from transformers import DynamicCache
 
 from kvtiers._log_queue import flush_logs
 from kvtiers.api import ConfigError
+from kvtiers.client.client import Client
 from kvtiers.client.state import ClientState
 from kvtiers_transformers import PrefixCache
+from kvtiers_transformers.reader import Reader
+from kvtiers_transformers.writer import Writer
 
 from .conftest import OPTIONS, greedy, loaded, tiers, values_in
 from .models import make, prompt
@@ -237,7 +241,8 @@ def test_a_background_store_that_hangs_leaves_bounce_rows_for_loads_from_another
         os.kill(host, signal.SIGSTOP)
         try:
             cache.generate(prompt(1024, seed=3), max_new_tokens=1)
-            while not has_put_all_that_it_can(cache._writer._thread):
+            [writer] = [each for each in threading.enumerate() if each.name == "kvtiers-transformers-writer"]
+            while not has_put_all_that_it_can(writer):
                 assert cache.stats()["waiting_bytes"], "the store does not hang"
                 time.sleep(0.01)
             assert cache.load(IDS).get_seq_length() == 64
@@ -254,24 +259,26 @@ def test_a_fault_of_the_cache_is_one_line_and_the_model_computes(open_cache, mon
     def fails(*_):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(cache._reader, "restore", fails)
+    monkeypatch.setattr(Reader, "restore", fails)
     assert greedy(cache, IDS) == truth
     monkeypatch.undo()
-    monkeypatch.setattr(cache._writer, "submit", fails)
+    monkeypatch.setattr(Writer, "submit", fails)
     assert greedy(cache, IDS) == truth
     assert cache.stats()["failed_calls"] == 2
     assert all("no such thing" in line for line in warnings_of_cache())
     assert len(warnings_of_cache()) == 2
 
 
-def test_more_than_may_wait_is_not_stored_and_what_was_is_right(open_cache):
+def test_more_than_may_wait_is_not_stored_and_what_was_is_right(open_cache, monkeypatch):
     model = make("gemma3")
+    put = Client.put
+
+    def slow(*args, **more):
+        time.sleep(0.2)
+        return put(*args, **more)
+
+    monkeypatch.setattr(Client, "put", slow)
     cache = open_cache(model, pending_bytes=1, state_tokens=16)
-    monitor = []
-    put, cache._client.put = (
-        cache._client.put,
-        lambda *args, **more: (monitor.append(1), time.sleep(0.2), put(*args, **more))[-1],
-    )
     truth = greedy(model, IDS)
     assert greedy(cache, IDS) == truth
     assert cache.stats()["dropped_values"] > 0

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvtiers.testing.chunk_store import life
-from kvtiers.testing.secondary_tier import engine
+from kvtiers.testing.chunk_store.life import LifeTests
+from kvtiers.testing.secondary_tier.engine import SmallEngine
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _times():
-    life._SETTLING_SECONDS = 0.5  # reading half values again and again meanwhile, in three tests
-    engine._LATE_SECONDS = 30.0  # beside a patience that some tiers below use up in many tests
+    LifeTests.settling = 0.5  # reading half values again and again meanwhile, in three tests
+    SmallEngine.late_seconds = 30.0  # beside a patience that some tiers below use up in many tests

@@ -82,7 +82,7 @@ def test_a_service_that_is_restarted_without_an_engine_loses_nothing(serving, ma
     engine = PoolEngine(path)
     engine.store(chain(1, 100))
     wait_until(engine.is_published, "it is not published")
-    rows = dict(engine.tier._row_of)
+    rows = engine.rows_of(chain(1, 100))
     engine.close()
     for times in (2, 3):
         wait_until(lambda: "no engine has it" in run("status", "--socket", path).output, "it is not taken back")
@@ -91,7 +91,7 @@ def test_a_service_that_is_restarted_without_an_engine_loses_nothing(serving, ma
         keeper = serving(path, manager=manager)
         wait_until(lambda: is_served(str(path)), "it does not serve")
         engine = PoolEngine(path)
-        assert engine.tier._row_of == rows
+        assert engine.rows_of(chain(1, 100)) == rows
         assert engine.check() == 100
         engine.close()
         assert manager.kept()

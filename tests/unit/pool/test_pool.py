@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, pool_figures, sleeping, wait_until, watch
 
-from kvtiers.api import StartError
+from kvtiers.api import LookupResult, StartError
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.pool import arena as arena_module
 from kvtiers.pool import keeper_memory
@@ -81,11 +81,12 @@ def stored(path, *keys, **more):
 
 
 def test_the_next_engine_finds_every_chunk_in_its_row_and_byte(path, keeper):
+    keys = [*KEYS, *chain(2, 40)]
     engine = stored(path, KEYS, chain(2, 40))
-    rows = dict(engine.tier._row_of)
+    rows = engine.rows_of(keys)
     engine.close()
     engine = PoolEngine(path)
-    assert engine.tier._row_of == rows
+    assert engine.rows_of(keys) == rows
     assert engine.tier.adopted == engine.check() == 70
     assert engine.tier.evictable == 70
     assert engine.tier.free_rows == ROWS - 70
@@ -140,7 +141,7 @@ def test_a_chunk_that_was_evicted_is_found_as_long_as_its_bytes_are_there_and_on
 def test_what_is_cleared_while_it_is_checked_is_not_found_and_its_damage_is_not_lost(path, slow):
     keeper = KeeperThread(path, SIZE)
     engine = stored(path, KEYS)
-    engine.row(engine.tier._row_of[KEYS[7]])[123] ^= 1
+    engine.row(*engine.rows_of(KEYS[7:8]))[123] ^= 1
     engine.close()
     figures_when(keeper, checking=True)
     assert clear_pool(str(path)) == 30
@@ -171,11 +172,11 @@ def test_what_an_engine_was_told_to_forget_is_not_found(path, keeper, what):
 
 def test_a_chunk_whose_bytes_have_changed_is_not_found(path, keeper, caplog):
     engine = stored(path, KEYS)
-    engine.row(engine.tier._row_of[KEYS[7]])[123] ^= 1
+    engine.row(*engine.rows_of(KEYS[7:8]))[123] ^= 1
     with caplog.at_level(logging.WARNING):
         engine.close()
         engine = PoolEngine(path)
-    assert set(engine.tier._row_of) == set(KEYS) - {KEYS[7]}
+    assert [found is LookupResult.HIT for found in engine.tier.find(KEYS)] == [place != 7 for place in range(len(KEYS))]
     assert keeper.figures()["damaged"] == 1, "before the next engine got it"
     assert "1 of them damaged" in caplog.text
     engine.close()
@@ -330,7 +331,7 @@ def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of
 def test_an_engine_that_lost_a_keeper_which_lives_comes_back_to_it_by_another_connection(path, keeper):
     engine = stored(path, KEYS)
     for _ in range(200):
-        engine.loan.publish(KEYS, [engine.tier._row_of[key] for key in KEYS])
+        engine.loan.publish(KEYS, engine.rows_of(KEYS))
     wait_until(engine.loan._queue.empty, "it is not sent")
     engine.loan._lose("it took nothing for too long")
     wait_until(lambda: engine.loan._sock is not None, "it does not come back")
@@ -400,7 +401,7 @@ def test_an_engine_that_never_rests_brings_its_memory_too(path):
     keeper = KeeperThread(path, SIZE, handover=60)
 
     def busy():
-        engine.loan.publish(KEYS[:1], [engine.tier._row_of[KEYS[0]]])
+        engine.loan.publish(KEYS[:1], engine.rows_of(KEYS[:1]))
         return keeper.figures()["engine_connected"]
 
     wait_until(busy, "the memory is not brought")

@@ -105,7 +105,7 @@ def test_a_chunk_that_left_before_it_was_pinned_is_a_miss(start):
     one, other = start(), start()
     stored(one, KEYS)
     wait_until(lambda: KEYS[-1] in other.loan._neighbours.places, "it is not followed")
-    one.loan.renew(list(one.tier._row_of.values()))
+    one.loan.renew(one.rows_of(KEYS))
     assert other.load(KEYS) == 0
     assert pins(one) == 0
 
@@ -123,7 +123,7 @@ def test_a_use_by_another_engine_is_a_use(start):
 def test_a_chunk_of_another_engine_that_has_changed_since_it_was_hashed_is_a_miss(start, caplog):
     one, other = start(), start()
     stored(one, KEYS)
-    one.row(one.tier._row_of[KEYS[20]])[7] ^= 1
+    one.row(*one.rows_of(KEYS[20:21]))[7] ^= 1
     sees(other, KEYS[:20])
     assert other.load(KEYS) == 20
     assert "in row 20, is damaged, and is not used" in caplog.text
@@ -341,7 +341,7 @@ def test_an_engine_that_dies_between_two_keepers_leaves_no_pin_and_its_part_is_c
     stored(one, KEYS)
     stored(other, chain(2, 20))
     sees(other, KEYS)
-    other.row(other.tier._row_of[chain(2, 20)[3]])[7] ^= 1  # a stray write
+    other.row(*other.rows_of(chain(2, 20)[3:4]))[7] ^= 1  # a stray write
     keeper.stop()
     other.loan._find_keeper = lambda: None
     if dies == "before the next keeper comes":
@@ -382,7 +382,7 @@ def test_a_chunk_that_is_there_no_more_counts_as_lacking(start):
     one, other = start(), start()
     stored(one, KEYS)
     wait_until(lambda: not other.tier.lacks_all(KEYS[-1:]), "it is not followed")
-    one.loan.renew(list(one.tier._row_of.values()))
+    one.loan.renew(one.rows_of(KEYS))
     assert other.tier.lacks_all(KEYS)
 
 

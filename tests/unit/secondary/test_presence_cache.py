@@ -1,7 +1,6 @@
 import pytest
 
 from kvtiers.api import LookupResult
-from kvtiers.secondary import presence_cache
 from kvtiers.secondary.presence_cache import PresenceCache
 
 MISS, HIT, RETRY = LookupResult.MISS, LookupResult.HIT, LookupResult.RETRY
@@ -192,12 +191,12 @@ def test_a_tier_that_answers_nothing_is_not_asked_without_end(tier, asked, kit):
     for number in range(1000):
         answers += tier.ask([kit.key(number), kit.key(number + 10_000)])
         tier.flush()
-    assert len(asked.questions) == tier.open_probes == presence_cache._MOST_PROBES
+    assert len(asked.questions) == tier.open_probes == 128
     assert answers.count(RETRY) == 1000, "what cannot be asked now is no miss: its request asks again"
     tier.answered(asked.questions[0][0], b"\1\1")
     assert tier.ask([kit.key(999), kit.key(10_999)]) == [RETRY]
     tier.flush()
-    assert len(asked.questions) == presence_cache._MOST_PROBES + 1
+    assert len(asked.questions) == 129
 
 
 def test_a_very_long_run_is_asked_in_bounded_pieces(tier, asked, kit):
@@ -208,7 +207,7 @@ def test_a_very_long_run_is_asked_in_bounded_pieces(tier, asked, kit):
         assert answers == [HIT] * seen + [RETRY]
         tier.flush()
         probe, question, _ = asked.last
-        assert len(question) <= presence_cache._LONGEST_RUN
+        assert len(question) <= 8192
         tier.answered(probe, bytes([1]) * len(question))
         seen += len(question)
     assert tier.ask(many) == [HIT] * len(many)

@@ -46,7 +46,13 @@ class Status:
 
 
 @pytest.fixture
-def make(monkeypatch, version, config):
+def drivers():
+    """Those of the tiers that ``make`` has made."""
+    return []
+
+
+@pytest.fixture
+def make(monkeypatch, version, config, drivers):
     """Return a function that makes a tier of an engine that is off, with a driver of its own and this end."""
     module = fake_vllm.load(monkeypatch, "own_tiering.tier", version)
     monkeypatch.setattr(module, "load_tier_options", lambda *_: (SimpleNamespace(tier_name="near"), TierSettings()))
@@ -54,6 +60,7 @@ def make(monkeypatch, version, config):
 
     def make(spec, close=lambda _: None, **options):
         driver = TierDriver(TierSlot(0, OffTier(), TierOptions("near")), 0.02, close)
+        drivers.append(driver)
         opened = OpenedTier(driver, "near", "model", shared=True)
         monkeypatch.setattr(module, "open_tier", lambda *_: opened)
         with being_built(Engine(config, None)):
@@ -119,7 +126,7 @@ def test_a_job_is_handed_over_with_the_positions_of_its_chunks_where_vllm_says_t
     assert ends == [taken, taken]
 
 
-def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monkeypatch):
+def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, drivers, monkeypatch):
     submit = TierDriver.submit
 
     def submit_and_fail(*arguments, **more):
@@ -131,7 +138,7 @@ def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monk
     monkeypatch.setattr(TierSlot, "submit", lambda _slot, _job: True)
     tier.submit_store(job())
     assert ended(tier) == [], "its rows may be in use"
-    assert tier._driver.has_jobs()
+    assert drivers[0].has_jobs()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +150,9 @@ def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monk
         ("0.32.0", "mine", False),
     ],
 )
-def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tier, config, salt, left_out, monkeypatch):
+def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(
+    tier, drivers, config, salt, left_out, monkeypatch
+):
     from vllm.v1.engine.core import EngineCore
 
     monkeypatch.setattr(TierSlot, "available", lambda _slot: True)
@@ -153,7 +162,7 @@ def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tie
     tier.on_new_request(request)
     del arrived  # the engine may have forgotten it before its last store
     assert tier.lookup(KEY, request).name == ("MISS" if left_out else "HIT")
-    assert tier._driver.left_out_requests == left_out
+    assert drivers[0].left_out_requests == left_out
     tier.on_request_finished(request)
     assert tier.lookup(KEY, request).name == "HIT"
 
@@ -163,7 +172,7 @@ def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tie
     [("0.28.0", True), ("0.29.0", True), ("0.30.0", True), ("0.31.0", True), ("0.32.0", True), ("0.33.0", False)],
 )
 def test_a_session_is_left_out_where_vllm_offers_other_blocks_of_it_than_it_has_hashed(
-    tier, config, left_out, monkeypatch
+    tier, drivers, config, left_out, monkeypatch
 ):
     from vllm.v1.engine.core import EngineCore
 
@@ -176,7 +185,7 @@ def test_a_session_is_left_out_where_vllm_offers_other_blocks_of_it_than_it_has_
     EngineCore(config).preprocess_add_request(Request(**given))  # the second input, which vLLM does not announce
     del first
     assert tier.lookup(KEY, request).name == ("MISS" if left_out else "HIT")
-    assert tier._driver.left_out_requests == left_out
+    assert drivers[0].left_out_requests == left_out
     tier.on_request_finished(request)
     assert not tier._driver._prompts._expected, "nothing is kept of a session that has ended"
 

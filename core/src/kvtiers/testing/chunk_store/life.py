@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -29,7 +29,6 @@ from kvtiers.testing.running import (
 
 __all__ = ["FailureTests", "LifeTests"]
 
-_SETTLING_SECONDS = 8.0
 _BYTES = 1024 * PAGE  # long enough that a kill at any moment is most likely within a write
 
 
@@ -43,6 +42,9 @@ def _is_volatile(tests: type[StoreTestBase]) -> bool:
 
 class LifeTests(StoreTestBase):
     """Tests of a store from its opening to its close, or to a kill."""
+
+    settling: ClassVar[float] = 8.0
+    """Seconds in which a server may still finish what a killed writer had sent."""
 
     @applies_to(_is_persistent)
     def test_values_survive_a_reopen(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:
@@ -77,7 +79,7 @@ class LifeTests(StoreTestBase):
         kill_while_writing(open_store, written, _BYTES, part=part, patience=self.patience)
         store, row = stores.open(), memory.row(_BYTES)
         for name in written:
-            until, agree = time.monotonic() + _SETTLING_SECONDS, False
+            until, agree = time.monotonic() + self.settling, False
             while not agree and time.monotonic() < until:  # a server may still finish what a killed writer had sent
                 (is_there,) = store.exists([name])
                 row.poison()

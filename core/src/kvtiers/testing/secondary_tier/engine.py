@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,7 +27,6 @@ __all__ = ["SmallEngine", "new_keys"]
 
 _ROWS, _VALUE_BYTES, _ROW_STRIDE = 64, 3 * PAGE, 4 * PAGE
 _STEPS_AFTER, _STEPS_AT_LEAST = 20, 200
-_LATE_SECONDS = 1.0  # by which what a tier does at its end may take longer than it was given
 
 
 def new_keys(number: int, tenant: str = "") -> list[OffloadKey]:
@@ -38,6 +38,9 @@ class SmallEngine:
     """One tier over a region of its own. A row is longer than a value: what lies between is not the tier's either."""
 
     value_bytes = _VALUE_BYTES
+
+    late_seconds: ClassVar[float] = 1.0
+    """By which what a tier does at its end may take longer than it was given."""
 
     def __init__(self, open_tier: Callable[[TierContext], SecondaryTierManager], *, patience: float) -> None:
         self._patience = patience
@@ -161,7 +164,7 @@ class SmallEngine:
 
     def _elsewhere(self, name: str, calls: Callable[[], object]) -> None:
         """Make calls to the tier on another thread, which must return in time."""
-        where = call_within(self._patience + _LATE_SECONDS, calls)
+        where = call_within(self._patience + self.late_seconds, calls)
         assert not where, f"{name} did not return in time{where}"
 
     def _check_book(self) -> None:
