@@ -121,26 +121,26 @@ class Cluster:
     """
 
     def __init__(self, folder):
-        self._all = servers_of("redis_tier/tests/servers").Cluster(folder / "cluster", replicas=1).start()
-        self._ended = self._all.nodes[0]
+        self.servers = servers_of("redis_tier/tests/servers").Cluster(folder / "cluster", replicas=1).start()
+        self._ended = self.servers.nodes[0]
 
     @property
     def process(self):
-        return random.choice(self._all.nodes).process
+        return random.choice(self.servers.nodes).process
 
     def start(self):
         self._ended.start()
 
     def end(self):
-        self._ended = random.choice(self._all.nodes)
+        self._ended = random.choice(self.servers.nodes)
         self._ended.kill()
 
     def close(self):
-        for node in self._all.nodes:
+        for node in self.servers.nodes:
             node.kill()
 
     def tier(self):
-        return {"type": "redis", "name": "cluster", "url": self._all.url, "topology": "cluster", "timeout": "1s"}
+        return {"type": "redis", "name": "cluster", "url": self.servers.url, "topology": "cluster", "timeout": "1s"}
 
 
 class S3(Server):

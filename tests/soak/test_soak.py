@@ -192,7 +192,7 @@ def test_a_mutated_load_of_a_tier_of_the_third_rung_is_a_miss_and_counted(tmp_pa
 
 def test_a_node_of_the_cluster_is_killed_and_comes_back_and_the_end_leaves_none(tmp_path):
     chaos = soak.Cluster(tmp_path)
-    nodes = chaos._all.nodes
+    nodes = chaos.servers.nodes
     try:
         assert chaos.tier()["name"] in soak.KINDS
         assert chaos.process in {node.process for node in nodes}

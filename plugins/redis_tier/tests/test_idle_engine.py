@@ -73,7 +73,7 @@ def test_an_idle_engine_opens_a_redis_that_comes_after_it(start, engine, tmp_pat
     try:
         wait_until(lambda: (own(idle)["open"], own(idle)["breaker_state"]) == (1, 0), "its being in use")
         assert idle.manager.steps == steps
-        assert idle.manager._slots[0].available()
+        idle.until_available()
     finally:
         server.kill()
 

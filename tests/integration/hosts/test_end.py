@@ -47,7 +47,7 @@ def test_that_hosts_are_killed_for_jobs_dropped_at_the_end_is_not_said_again(sta
     engine.put(machine.keys(0, 4))
     machine.wait_until(lambda: gates.reached("write"), "the store")
     tier = next(slot.tier for slot in engine.manager._slots)
-    tier.drop_jobs(list(tier._hosts.jobs()))
+    tier.drop_jobs(list(engine.group().jobs()))
     engine.until(lambda: engine.own()["host_starts"] == 2, "another host in the place of the one that was killed")
     assert machine.state_of(pid) == ""
     engine.until_available()

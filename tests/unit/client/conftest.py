@@ -92,7 +92,7 @@ class Bench:
         """Do the same with these rows."""
         request = kind(keys, lease, until)
         self.driver.send(request)
-        self.driver._step()
+        self.step()
         return request
 
     def step(self):

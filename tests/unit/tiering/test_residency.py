@@ -397,7 +397,7 @@ def test_a_request_that_waits_learns_of_a_reset_and_of_a_load_that_is_given_up(c
     if change == "reset":
         bench.manager.reset_cache()
     else:
-        bench.step(bench.manager._slots[0].options.deadline + 1)
+        bench.step(bench.slots[0].options.deadline + 1)
     bench.step()
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
 

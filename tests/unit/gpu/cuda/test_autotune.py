@@ -33,13 +33,17 @@ class Driver:
 
 
 @pytest.fixture
-def scratch():
+def driver():
+    return Driver()
+
+
+@pytest.fixture
+def scratch(driver):
     layout = CacheLayout(
         ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("a", 0, 5000), KVTensor("b", 0, 3000)), blocks_per_chunk=4
     )
     kv = [np.zeros((2, 5000), np.uint8), np.zeros((2, 3000), np.uint8)]
     geometry = group_geometry(layout, 0, 0, kv_pages(layout, 0, kv), runs_of_rank(layout, 0, None))
-    driver = Driver()
     scratch = Scratch(geometry, driver, lambda nbytes: np.zeros(nbytes, np.uint8).view(Memory), 1 << 20)
     yield scratch
     scratch.close()
@@ -58,9 +62,9 @@ def test_the_measurement_stays_in_memory_of_its_own(scratch):
     assert copies.nbytes.sum() == scratch.kv.nbytes
 
 
-def test_its_memory_is_pinned_a_little_at_a_time_each_page_once(scratch):
+def test_its_memory_is_pinned_a_little_at_a_time_each_page_once(scratch, driver):
     """The engine's launches wait for each call, and a page that is pinned twice is refused."""
-    pieces = scratch._driver.pinned
+    pieces = driver.pinned
     assert len(pieces) > 1
     assert max(nbytes for _, nbytes in pieces) <= (1 << 20) + 4 * scratch.geometry.row_stride
     assert all(address % mmap.PAGESIZE == 0 for address, _ in pieces)
