@@ -17,7 +17,6 @@ from kvtiers.runtime import EngineFacts, begin_memory
 from kvtiers.types import BlockSpec, PromptGroup, RequestContext
 
 KEYS = chain(1, 8)
-CHUNKS = np.stack([np.frombuffer(payload(key), np.uint8) for key in KEYS])
 
 
 @pytest.fixture
@@ -68,15 +67,20 @@ def copy(worker, submit, *what):
     assert result.success, result.error
 
 
-def store(manager, worker, tensor):
-    """Store the chunks, wait until they are in the tiers, too."""
-    tensor[:8] = CHUNKS
+def bytes_of(keys):
+    return np.stack([np.frombuffer(payload(key), np.uint8) for key in keys])
+
+
+def store(manager, worker, tensor, keys=KEYS, *, ends=True):
+    """Store eight chunks, wait until they are in the tiers, too, unless not ``ends``."""
+    tensor[:8] = bytes_of(keys)
     context = RequestContext("stores")
-    plan = manager.prepare_store(KEYS, context)
+    plan = manager.prepare_store(keys, context)
     copy(worker, worker.submit_store, BlockSpec(np.arange(8), (8,), (0,)), plan.chunk_ids)
     manager.complete_store(plan)
     manager.on_request_finished(context)
-    step_until(manager, lambda: not manager.has_pending_work())
+    if ends:
+        step_until(manager, lambda: not manager.has_pending_work())
 
 
 def step_until(manager, done):
@@ -87,16 +91,16 @@ def step_until(manager, done):
     wait_until(stepped, "nothing came of it")
 
 
-def load(manager, worker, tensor):
-    """Load the chunks, from wherever they are, and compare each byte."""
+def load(manager, worker, tensor, keys=KEYS):
+    """Load eight chunks, from wherever they are, and compare each byte."""
     context = RequestContext("loads")
-    prompt, tokens = [PromptGroup(KEYS)], manager.tokens_per_chunk[0]
+    prompt, tokens = [PromptGroup(keys)], manager.tokens_per_chunk[0]
     step_until(manager, lambda: manager.reach(prompt, context).in_chunks(tokens).ready == 8)
-    plan = manager.prepare_load(KEYS, context)
+    plan = manager.prepare_load(keys, context)
     copy(worker, worker.submit_load, plan.chunk_ids, BlockSpec(np.arange(8), (8,), (0,)))
     manager.complete_load(plan)
     manager.on_request_finished(context)
-    assert (tensor[:8] == CHUNKS).all()
+    assert (tensor[:8] == bytes_of(keys)).all()
 
 
 def is_published(keeper):

@@ -410,6 +410,18 @@ def test_a_borrowed_chunk_is_never_clean_or_left_to_be_forgotten(start):
     assert other.tier.changes > before
 
 
+def test_a_borrowed_chunk_is_its_owners_to_write_to_a_tier(start):
+    one, other = start(), start()
+    stored(one, KEYS)
+    other.store(chain(2, 5))
+    sees(other, KEYS)
+    assert other.load(KEYS[:10]) == 10
+    rows = other.tier.prepare_load(KEYS[:10], "a request")
+    assert one.tier.own(KEYS) == KEYS
+    assert other.tier.own([*KEYS, *chain(2, 5)]) == chain(2, 5)
+    other.tier.complete_load(rows)
+
+
 def test_an_engine_of_other_sizes_waits_for_those_that_are_ending(path, keeper, monkeypatch):
     held = threading.Event()
     damaged_of = Arena.damaged_of

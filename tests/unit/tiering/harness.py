@@ -280,7 +280,10 @@ class FaultyTier(EventTier):
 
 @dataclass(eq=False)
 class Bench:
-    """A manager over real rows and faulty tiers. ``tiers``: options of each, by name. ``all``: those of this test."""
+    """A manager over real rows and faulty tiers. ``tiers``: options of each, by name. ``all``: those of this test.
+
+    ``adopted``: chunks that are in the primary before there is a manager, the oldest first.
+    """
 
     all: ClassVar[list] = []
     rows: int = 16
@@ -294,6 +297,7 @@ class Bench:
     prefix_group: int = 0
     windows: tuple = ()
     watchers: Watchers | None = None
+    adopted: tuple = ()
 
     def __post_init__(self):
         self.clock = Clock()
@@ -309,6 +313,9 @@ class Bench:
             record_events=self.record_events,
             clock=self.clock,
         )
+        self.primary._chunks.adopt((([key], [row]) for row, key in enumerate(self.adopted)))
+        for row, key in enumerate(self.adopted):
+            self.row(row)[:] = payload(key)
         self.tier, self.slots = {}, []
         for index, (name, options) in enumerate(self.tiers.items()):
             tier = self.tier[name] = FaultyTier(self.view, hold=self.hold)

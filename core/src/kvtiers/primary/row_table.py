@@ -134,6 +134,10 @@ class RowTable:
         """Return whether this row holds a readable chunk."""
         return self.state[row] >= 0 and self._key_of[row] is not None
 
+    def is_own(self, row: int) -> bool:
+        """Return whether this row is this engine's."""
+        return row in self._own
+
     def is_free(self, row: int) -> bool:
         """Return whether this row has neither a chunk nor a lease."""
         return self.state[row] == _FREE

@@ -260,6 +260,11 @@ class CPUPrimaryTier:
                 return number
         return len(keys)
 
+    def own(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of these chunks that are readable, and in a row of this engine's own."""
+        row_of, rows = self._row_of, self._rows
+        return [key for key in keys if (row := row_of.get(key)) is not None and rows.is_own(row) and rows.is_ready(row)]
+
     # The engine's leases
 
     def prepare_store(self, keys: Sequence[OffloadKey], request_id: str) -> Allocation | None:

@@ -17,7 +17,7 @@ from kvtiers.api import LookupResult, OffloadKey, group_of
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.admission import AdmissionPolicy, admission_class
-from kvtiers.tiering.jobs import JobTable, TieringOptions
+from kvtiers.tiering.jobs import JobTable, OnEnd, TieringOptions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 from kvtiers.types import RequestContext
@@ -190,17 +190,44 @@ class Cascades:
         for admission in self._chosen.values():
             admission.sent(keys, written=False)
 
-    def hand_on(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> Reservation | None:
+    def found(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+        """Handle chunks that are here since the start, and that this tier turns out to have."""
+        if self._late == [slot]:  # of several the others may lack them
+            self._primary.mark_clean(keys)
+        elif slot in self._second:
+            self._second[slot].sent(keys)
+        elif slot in self._chosen:
+            self._chosen[slot].sent(keys, written=False)
+
+    def missed_by(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Handle chunks that are here since the start, and that this tier lacks; return those to store in it now.
+
+        They were wanted once, when they came here.
+        """
+        if slot in self._second:
+            return self._second[slot].note(keys, resend=False)
+        return keys if slot in self._at_once else ()
+
+    def hand_on(self, slot: TierSlot, keys: Sequence[OffloadKey], on_end: OnEnd | None = None) -> Reservation | None:
         """Store readable chunks in this tier, whatever its admission; None: nothing has begun.
 
-        The first ones, as far as there is room. The job has ended when the reservation has no rows.
+        The first ones, as far as there is room. The job has ended when the reservation has no rows. ``on_end``: called
+        as it ends or fails, unless the cache was reset since; in several parts, if it is a long one.
         """
         some = keys[: self._budget.room(slot)] if slot.available() and not slot.read_only else ()
         rows = self._primary.prepare_read(some) if some else None
         if rows is None:
             return None
+        if slot in self._second:
+            self._second[slot].sent(some)
+
+        def ended(slot: TierSlot, keys: Sequence[OffloadKey], failed: Sequence[OffloadKey]) -> None:
+            self._note_stored(slot, keys, failed)
+            if on_end is not None:
+                on_end(slot, keys, failed)
+
         reserved = self._budget.reserve(slot, len(rows))
-        self._jobs.submit(reserved, some, rows, self._no_request, self._note_stored, promotion=False)
+        self._jobs.submit(reserved, some, rows, self._no_request, ended, promotion=False)
         return reserved
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:

@@ -11,11 +11,11 @@ No call here waits for I/O, and after the start nothing raises into the engine's
 completed twice, a request that is over, a key of a length that none has) is counted as ``misuse`` and ignored.
 """
 
-import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtiers.api import OffloadKey, TierConfig, tenant_of
@@ -24,6 +24,7 @@ from kvtiers.api.units import waitable
 from kvtiers.layout.tenants import Tenants
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.adopted import Adopted
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.command_queue import Command, CommandQueue
 from kvtiers.tiering.commands import ChunkCommands, TierCommands, WarmUpCommands
@@ -60,6 +61,7 @@ __all__ = ["EngineSide", "TieringManager"]
 
 _NOTHING = Reach(0, 0, unresolved=False)
 _STEP_SECONDS = 1.0  # how long a shutdown waits for a step that another thread is in
+_ADOPTED_SECONDS = 0.5  # of steps of an idle engine at a time, for what was there at its start
 _LOOK_SECONDS = 0.1  # how often it is looked for promotions that have waited too long to be read
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -70,7 +72,7 @@ def _timed(
 ) -> Callable[Concatenate["TieringManager", _P], _R]:
     """Count the time that a call takes on the engine's thread, and mark its begin and end for ``Snapshots``."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def timed(self: "TieringManager", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         begin = time.perf_counter()
         self._snapshots.turns += 1
@@ -120,6 +122,7 @@ class TieringManager:
         self._jobs = JobTable(primary, self._slots, self._provenance, options, clock, prices)
         self._budget = budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics, clock)
+        self._adopted = Adopted(primary, self._cascades, budget, self._jobs.job_rows, self._slots, clock)
         self._promotions = Promotions(primary, self._jobs, budget, self._provenance, options, self._cascades)
         self._residency = Residency(
             primary, budget, self._promotions, self._provenance, self._waits, tokens_per_chunk, metrics
@@ -391,6 +394,8 @@ class TieringManager:
             self._prefetches.advance()
         if self._cascades.works_ahead:
             self._cascades.work_ahead()
+        if self._adopted.tiers and self._ready:
+            self._adopted.advance()
         if (now := self._clock()) >= self._look_at:
             self._look_around(now)
         if self._primary.events or self._jobs.events:
@@ -544,6 +549,8 @@ class TieringManager:
             slot.tend(now)
         if not self._commanded and any(slot.may_have_room(now) for slot in self._slots):
             self.commands.post(Command(self._offer_again))
+        if not self._commanded and self._adopted.is_due(now):
+            self.commands.post(Command(partial(self._steps_until, now + _ADOPTED_SECONDS)))
         conditions, self._conditions = self._conditions, [slot.condition() for slot in self._slots]
         if conditions and conditions != self._conditions:
             self.commands.post(Command(dict))  # an empty step: vLLM publishes figures in its steps alone
@@ -555,6 +562,10 @@ class TieringManager:
             if slot.may_have_room(now):
                 self._cascades.hand_on(slot, slot.take_not_stored(now))
         return {}
+
+    def _steps_until(self, until: float) -> dict[str, Any] | None:
+        """Keep an idle engine stepping for a moment, while there is something to do for what was there at the start."""
+        return None if self._adopted.tiers and self._clock() < until else {}
 
     def _retain(self, state: RequestState, retention: Retention) -> None:
         if retention.priority == "low":
@@ -584,6 +595,7 @@ class TieringManager:
         self._promotions.drop()
         self._primary.reset_cache()
         self._cascades.reset()
+        self._adopted.reset()
         self._jobs.reset()
         self._provenance.reset()
         for state in self._requests.parked:
