@@ -14,7 +14,7 @@ from tests.pool_rig import KeeperThread, chain, wait_until
 _ROOT = Path(__file__).parents[3]
 PROMPTS = [chain(number, 8) for number in range(16)]
 CHUNKS = 8 * len(PROMPTS)
-KILLS = 5
+KILLS = 3
 HELD = {"rate_limit": {"bytes_per_second": 1}, "deadline": "1h"}
 """Options by which a tier writes a few values, and the others not in the time of a test."""
 

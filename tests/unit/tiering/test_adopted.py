@@ -64,6 +64,12 @@ def test_each_tier_gets_what_itself_lacks():
     assert not bench.tier["never"].asked
 
 
+def test_a_tier_that_holds_less_than_the_pool_is_not_filled_with_what_was_used_long_ago():
+    bench = adopting(chunks=20)
+    steps(bench)
+    assert sorted(written(bench)) == sorted(KEYS[-20:])
+
+
 def test_of_second_access_the_next_use_is_the_second_one():
     bench = adopting(has=HALF, admission="second_access")
     steps(bench)

@@ -77,8 +77,9 @@ class Adopted:
         self._budget = budget
         self._job_rows = job_rows
         self._clock = clock
-        keys = primary.residents()
-        self.tiers = [_Unknown(slot, deque(keys)) for slot in slots if keys and not slot.options.read_only]
+        keys = primary.residents()  # those used last at the end, of which a tier may hold so many
+        takers = [slot for slot in slots if keys and not slot.options.read_only]
+        self.tiers = [_Unknown(slot, deque(keys, slot.options.chunks)) for slot in takers]
 
     def is_due(self, now: float) -> bool:
         """Return whether a step would do something."""
