@@ -414,6 +414,15 @@ def test_what_is_no_engine_s_answer_is_one_line_and_hides_no_engine(fake, says):
     assert f"process {os.getpid()}: some-org/model" in result.stdout
 
 
+def test_an_engine_that_ends_before_it_is_asked_is_no_line(serve, monkeypatch):
+    ended = f"{serve(answer(fs=TIER)).name}-ended"
+    found = iter([[*running(), ended]])
+    monkeypatch.setattr("kvtiers.cli.engines.running", lambda: next(found, running()))
+    result = run_of_ours()
+    assert ended not in result.stderr
+    assert f"process {os.getpid()}: some-org/model" in result.stdout
+
+
 @pytest.mark.parametrize("report", [{"x": 1}, {"hit_rates": {"lru": {"1": 0.5}}, "adds": {}}])
 def test_a_report_of_shadow_caches_that_is_none_is_not_shown(serve, report):
     serve(answer(fs=TIER) | {"what_if": report})

@@ -45,7 +45,7 @@ def engines(*, quiet: bool = False, seconds: float = ANSWER_SECONDS) -> list[dic
         click.echo(f"no engine can be found: {_SOCKETS} cannot be read", err=True)
     for name, answer, error in ask_all(seconds):
         if error:
-            if not quiet:
+            if not quiet and name in running():  # else it has ended meanwhile
                 click.echo(f"{name}: no answer: {error}", err=True)
             continue
         answer.pop("stats", None)  # for `kvtiers metrics`: too much for a person
