@@ -1,5 +1,6 @@
 """A primary whose rows a GPU's rank pins bit by bit: none is leased before it is pinned."""
 
+import os
 import threading
 import time
 from functools import partial
@@ -97,7 +98,7 @@ def test_a_store_of_more_rows_than_the_window_has_memory_made_ready_for_it(engin
 
 def waits_until_pinned(wait, pin, rows):
     """Whether a call returns once the rank has pinned so many rows, and not before."""
-    waiting = threading.Thread(target=wait)
+    waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     pin(rows - 1)
     waiting.join(0.1)
@@ -108,25 +109,26 @@ def waits_until_pinned(wait, pin, rows):
 
 
 def test_the_start_waits_a_moment_for_the_first_pinned_memory(monkeypatch):
-    config = {"version": 1, "start_wait": "30s", "primary": {"capacity": f"{64 * LAYOUT.row_stride}B"}}
+    config = {"version": 1, "start_wait": "1h", "primary": {"capacity": f"{64 * LAYOUT.row_stride}B"}}
     joined = []
     monkeypatch.setattr(RegionJoin, "settle", lambda join: joined.insert(0, join))  # as a GPU's rank: it has yet to pin
     manager = kvtiers.open_manager(config, LAYOUT)
     worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((64, 4000), np.uint8)], engine_id=manager.engine_id)
     wait_until(lambda: joined)
-    assert waits_until_pinned(lambda: manager.wait_ready(60), joined[0].pinned, 60)
+    assert waits_until_pinned(lambda: manager.wait_ready(3600), joined[0].pinned, 60)
     worker.shutdown()
     manager.shutdown(1)
 
 
 def test_of_much_memory_the_start_waits_for_what_the_first_requests_use():
-    region = SharedOffloadRegion.create("first", LAYOUT, 64 * LAYOUT.row_stride, prefault="off")
-    rank = RegionJoin("first", LAYOUT, 0)
+    engine_id = f"first-{os.getpid()}"
+    region = SharedOffloadRegion.create(engine_id, LAYOUT, 64 * LAYOUT.row_stride, prefault="off")
+    rank = RegionJoin(engine_id, LAYOUT, 0)
     rank.begin(60.0)
     rank.wait(60.0)
     rank.pinned(0)
     try:
-        wait = partial(region.wait_window, 60.0, 8 * LAYOUT.row_stride)
+        wait = partial(region.wait_window, 3600.0, 8 * LAYOUT.row_stride)
         assert waits_until_pinned(wait, rank.pinned, 8), "of 64 rows it waits for 8"
     finally:
         rank.close()
