@@ -418,7 +418,7 @@ def test_a_close_leaves_no_thread_no_descriptor_and_no_memory():
         assert mappings() > mapped
     assert threads_left_since(threads, patience=30) == []
     assert descriptors_left_since(descriptors, patience=30) == []
-    assert mappings() == mapped
+    assert mappings() <= mapped, "an earlier test's may have been collected meanwhile"
 
 
 # -- whose values are whose
