@@ -23,6 +23,7 @@ from kvtiers_fs.paths import place_of
 from kvtiers_fs.slab.format import digest_of
 from kvtiers_fs.slab.store import SlabStore
 from kvtiers_fs.store import FsStore
+from kvtiers_fs.waits import Waits
 
 from .conftest import LLAMA
 
@@ -85,11 +86,11 @@ class SlabDisk(Disk):
     """The same with the layout ``slab``."""
 
     layout = "slab"
-    open = SlabStore
+    open = partial(SlabStore, waits=Waits(lock=60.0))
 
     def age(self, name, seconds):
         index = self.store.slab.index
-        with index.locked(60):
+        with index.locked():
             entry = index.find(digest_of(name))
             if entry is not None:
                 index.change(entry, entry._replace(time=int(time.time() - seconds)))
