@@ -114,6 +114,25 @@ def test_steps_that_take_the_same_for_few_tokens_as_for_many_do_not_make_tokens_
     assert cost.seconds_per_token == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("seconds", [0.13, 0.3])
+def test_the_launch_of_a_burst_s_last_tokens_makes_neither_waits_long_nor_savings_large(seconds):
+    """The first step after a restart: 544 tokens of two prompts that were loaded, all of it launches and first uses."""
+    cost = PrefillCost(150e-6, 20e-6)
+    cost.observe(544, seconds, 7_900.0)
+    assert cost.seconds_per_token == 20e-6
+    assert cost.seconds(24 * 7_920, 4_000.0) == pytest.approx(24 * 7_920 * 20e-6)
+
+
+def test_an_engine_slower_than_its_estimate_is_believed_by_steps_that_are_no_launches():
+    cost = PrefillCost(150e-6, 20e-6)
+    cost.observe(2_048, 1.0)
+    assert cost.seconds_per_token == 1.0 / 2_048
+    cost = PrefillCost(150e-6, 20e-6)
+    cost.observe(600, 0.3)
+    cost.observe(1_200, 0.6)
+    assert cost.seconds_per_token == pytest.approx(0.5e-3)
+
+
 @pytest.mark.parametrize("estimate", [0.0, 20e-6, 1.0])
 def test_the_prior_is_not_far_above_the_engines_own_estimate(estimate):
     cost = PrefillCost(150e-6, estimate)

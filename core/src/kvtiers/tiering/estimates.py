@@ -72,6 +72,7 @@ _SMALLEST = 1 / 4  # of the largest step's tokens
 _POSITIONED_STEPS = 16
 _LONGER = 2  # times the tokens of the shortest step: what a step takes longer than that is the cost of more tokens
 _LEAST_COST = 1 / 8  # of a step's seconds for its tokens
+_LAUNCHED = 2048  # tokens: fewer may take no longer than launching a step does
 _MOST_PRIOR = 3  # times the engine's estimate
 _LEAST_OF_ESTIMATE = 1 / 2  # at 0.4 of a card's peak; engines reach 0.5 to 0.6 of it, those in 8 bits up to twice that
 _APART = 1 / 4  # of the furthest position: steps that are nearer to each other say nothing of the slope
@@ -103,11 +104,13 @@ class PrefillCost:
         self.seconds_per_token = min(max(prior, estimate), _MOST_PRIOR * estimate) if estimate else prior
         self.estimate = estimate or prior
         self._least = _LEAST_OF_ESTIMATE * estimate
+        self._most = estimate or math.inf
         self.is_measured = False
         """A step of at least ``LEAST_STEP`` tokens was seen."""
         self._short: deque[tuple[float, int]] = deque(maxlen=_POSITIONED_STEPS)
         self._steps: deque[_Step] = deque(maxlen=_POSITIONED_STEPS)
-        self._fixed = 0.0
+        self._fixed: float | None = None
+        """Seconds of a step that are not its tokens'; None: nothing shows them yet."""
         self._fit: tuple[float, float] | None = None
 
     def observe(self, tokens: int, seconds: float, position: float = 0.0) -> None:
@@ -132,15 +135,15 @@ class PrefillCost:
         self._fixed = self._fixed_cost()
         self.seconds_per_token = _weighted_quantile([(self._per_token(it), it.tokens) for it in recent], _SHARE)
 
-    def _fixed_cost(self) -> float:
-        """Return the seconds of a step that are not its tokens', as far as a longer step beside a short one shows."""
+    def _fixed_cost(self) -> float | None:
+        """Return the seconds of a step that are not its tokens', as a longer step beside a short one shows them."""
         least, tokens = min(self._short)
         slopes = [
             ((step.seconds - least) / (step.tokens - tokens), step.tokens)
             for step in self._steps
             if step.tokens >= _LONGER * tokens
         ]
-        return max(0.0, least - _weighted_quantile(slopes, _SHARE) * tokens) if slopes else 0.0
+        return max(0.0, least - _weighted_quantile(slopes, _SHARE) * tokens) if slopes else None
 
     def _per_token(self, step: _Step) -> float:
         """Return what a token of a step costs without what is fixed.
@@ -148,6 +151,9 @@ class PrefillCost:
         An engine that launches a step for as long as the GPU computes takes the same time for few tokens as for many,
         all of which looks fixed.
         """
+        if self._fixed is None:
+            per_token = step.seconds / step.tokens
+            return min(per_token, self._most) if step.tokens < _LAUNCHED else per_token
         least = min(step.seconds, max(_LEAST_COST * step.seconds, self._least * step.tokens))
         return max(step.seconds - self._fixed, least) / step.tokens
 
