@@ -199,6 +199,27 @@ def test_a_tier_that_answers_nothing_is_not_asked_without_end(tier, asked, kit):
     assert len(asked.questions) == 129
 
 
+def test_what_a_host_with_much_to_read_does_not_take_is_asked_again_and_without_a_host_it_is_a_miss(tier, asked, kit):
+    first, second = ([kit.key(10 * run + number) for number in range(4)] for run in range(2))
+    tier.ask(first)
+    tier.flush()
+    asked.takes = False
+    for _ in range(3):
+        assert tier.ask(second) == [RETRY]
+        tier.flush()
+    asked.takes = True
+    assert tier.ask(second) == [RETRY]
+    tier.flush()
+    tier.answered(asked.last[0], b"\1\1\1\1")
+    assert tier.ask(second) == [HIT] * 4
+    tier.answered(asked.questions[0][0], b"\1\1\1\1")
+    asked.takes = False
+    third = [kit.key(100), kit.key(101)]
+    tier.ask(third)
+    tier.flush()
+    assert tier.ask(third) == [MISS], "nothing else is in flight"
+
+
 def test_a_very_long_run_is_asked_in_bounded_pieces(tier, asked, kit):
     many = [kit.key(number) for number in range(20_000)]
     seen = 0

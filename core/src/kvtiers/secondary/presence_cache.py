@@ -197,7 +197,8 @@ class PresenceCache:
         self._probes[probe_id] = _Probe(keys, now)
         self._asked.update(dict.fromkeys(keys, probe_id))
         if not self._send(probe_id, keys, is_prefix):
-            self._take_in(probe_id, bytes(len(keys)), now)
+            # Behind others that are in flight it is asked again in the next step. Else there is no host.
+            self._take_in(probe_id, b"" if len(self._probes) > 1 else bytes(len(keys)), now)
 
 
 class SuspectKeys:
