@@ -63,14 +63,14 @@ def test_a_tier_that_hangs_uses_up_the_deadline_of_a_call_and_no_more(serve, con
     ):
         begin = time.monotonic()
         assert call() == nothing
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 18, "without its own deadline it would be 20 s"
 
 
 def test_calls_about_several_pools_share_one_deadline_and_so_does_the_close(serve, config, redis_server):
-    """Four pools over a store that has stopped: a call takes three seconds, not twelve; the close five, not twenty."""
+    """Four pools over a store that has stopped: a call takes five seconds, not twenty, and so does the close."""
     config["secondary"] = [{"type": "redis", "url": redis_server.url, "processes": 1}]
     names = ["kv", "swa", "draft", "draft_swa"]  # SGLang makes all of them of one class
-    server = serve(mha_pool(), sidecars={name: mha_pool() for name in names[1:]}, deadline="3s")
+    server = serve(mha_pool(), sidecars={name: mha_pool() for name in names[1:]}, deadline="5s")
     keys = server.keys(1)
     transfers = [PoolTransfer(name=PoolName(name), keys=keys, host_indices=server.take(1, name)) for name in names]
     until = time.monotonic() + 60
@@ -82,10 +82,10 @@ def test_calls_about_several_pools_share_one_deadline_and_so_does_the_close(serv
                 transfer.keys = server.keys(1, seed=1)  # that a page is there is remembered
             begin = time.monotonic()
             assert call(transfers)["draft"] == [False]
-            assert 2.9 < time.monotonic() - begin < 9
+            assert 4.9 < time.monotonic() - begin < 18
         begin = time.monotonic()
         server.close()
-        assert time.monotonic() - begin < 15
+        assert time.monotonic() - begin < 18
 
 
 def test_no_mistake_of_a_caller_raises(serve, caplog):
