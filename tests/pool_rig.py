@@ -26,13 +26,18 @@ from kvtiers.pool.keeper import Keeper
 from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import PoolLoan
 from kvtiers.pool.loan import pool_figures as asked_figures
-from kvtiers.pool.memory import Index, Plane
+from kvtiers.pool.memory import Index, Plane, Shape
 from kvtiers.primary.pooled import PooledPrimaryTier
 from kvtiers.region.memfd import map_memory
 
 PAYLOAD = 4000
 LAYOUT = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, PAYLOAD),))
 PREFIX = StorageNames.of_layout("default", LAYOUT).prefix
+OTHER, THIRD = (
+    CacheLayout(ModelIdentity(name, weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, nbytes),))
+    for name, nbytes in (("n", 2 * PAYLOAD), ("o", 3 * PAYLOAD))
+)
+"""Of other models, whose rows are larger."""
 PATIENCE = 60.0
 
 
@@ -54,8 +59,8 @@ def chain(prompt, count):
     return [make_offload_key(hashlib.sha256(b"%d/%d" % (prompt, i)).digest(), 0) for i in range(count)]
 
 
-def payload(key):
-    return hashlib.shake_128(key).digest(PAYLOAD)
+def payload(key, nbytes=PAYLOAD):
+    return hashlib.shake_128(b"%d" % nbytes + key).digest(nbytes)
 
 
 class WrongBytesError(AssertionError):
@@ -65,7 +70,9 @@ class WrongBytesError(AssertionError):
 class PoolEngine:
     """The primary of an engine without ranks, tiers or requests, in a pool whose keeper it often looks for."""
 
-    def __init__(self, path, *, policy="lru", layout=LAYOUT, prefix=PREFIX, deadline=PATIENCE, **more):
+    def __init__(self, path, *, policy="lru", layout=LAYOUT, prefix=None, deadline=PATIENCE, **more):
+        prefix = prefix or StorageNames.of_layout("default", layout).prefix
+        self._nbytes = layout.payload_bytes(0)
         self.loan = PoolLoan.take(str(path), prefix, layout, deadline, **{"look_seconds": 0.002, **more})
         self._rows = self.loan.take_rows()
         stride = layout.row_stride
@@ -74,14 +81,14 @@ class PoolEngine:
 
     def row(self, row):
         at = row * self.tier.row_stride
-        return self._mapping.view[at : at + PAYLOAD]
+        return self._mapping.view[at : at + self._nbytes]
 
     def fill(self, keys, rows):
         """Write chunks as a copy does: not at once."""
         for key, row in zip(keys, rows, strict=True):
-            whole, view = payload(key), self.row(row)
-            view[: PAYLOAD // 2] = whole[: PAYLOAD // 2]
-            view[PAYLOAD // 2 :] = whole[PAYLOAD // 2 :]
+            whole, view, half = payload(key, self._nbytes), self.row(row), self._nbytes // 2
+            view[:half] = whole[:half]
+            view[half:] = whole[half:]
 
     def store(self, keys):
         """Store chunks; return their rows."""
@@ -110,7 +117,7 @@ class PoolEngine:
 
     def compare(self, keys, rows):
         for key, row in zip(keys, rows, strict=True):
-            if bytes(self.row(row)) != payload(key):
+            if bytes(self.row(row)) != payload(key, self._nbytes):
                 raise WrongBytesError(f"row {row}")
 
     def rows_of(self, keys):
@@ -399,9 +406,9 @@ def _keep(sock, kept, path, size, handover, kill_at, parts, manager="", names=""
     keeper.serve()
 
 
-def _live(sock, _, path, policy, seed):
+def _live(sock, _, path, policy, seed, layout="LAYOUT"):
     """Be an engine until killed; at a byte from the test, publish all there is, answer, and go on at another one."""
-    engine, chance = PoolEngine(path, policy=policy), random.Random(seed)
+    engine, chance = PoolEngine(path, policy=policy, layout=globals()[layout]), random.Random(seed)
     engine.check()
     while True:
         engine.live(chance)
@@ -429,9 +436,16 @@ def plant(bug):
         Plane.renew = lambda plane, rows: None if plane.edition(rows[0] if rows else 0) else right_renew(plane, rows)
     elif bug == "the edition comes first":
         Index.right_write, Index.write = Index.write, _write_edition_first
+    elif bug == "a part of larger rows has some behind its end":
+        Shape.rows_of = _rows_behind_the_end
 
 
-right_renew = Plane.renew
+def _rows_behind_the_end(shape, part):
+    rows = right_rows_of(shape, part)
+    return rows if shape.row_stride == LAYOUT.row_stride else range(rows.start, min(rows.stop + 50, shape.num_rows))
+
+
+right_renew, right_rows_of = Plane.renew, Shape.rows_of
 
 
 def main():

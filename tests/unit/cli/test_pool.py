@@ -175,11 +175,12 @@ def test_without_a_keeper_the_status_is_one_line(tmp_path):
 
 def test_a_status_says_what_is_waited_for():
     part = {
-        "checking": False, "chunks": 5, "holds": "", "lent": True, "engine": 7, "engine_connected": False, "watched": 2,
+        "arena": "", "checking": False, "chunks": 5, "holds": "", "lent": True, "engine": 7, "engine_connected": False,
+        "watched": 2,
         "processes": [{"pid": 20, "rank": -3}, {"pid": 21, "rank": 0}],
     }  # fmt: skip
     whole = {
-        "bytes": 1 << 30, "populated": True, "populate_seconds": 0.25, "rows": 0, "row_bytes": 0, "chunks": 5,
+        "bytes": 1 << 30, "populated": True, "populate_seconds": 0.25, "chunks": 5,
         "waiting": [8, 9], "published": 0, "published_late": 0, "checked": 0, "engines": 1, "damaged": 0,
     }  # fmt: skip
 
@@ -204,6 +205,19 @@ def test_a_status_says_what_is_waited_for():
     ]
     assert lines({"lent": False})[1] == "no engine has it"
     assert lines({"checking": True})[1] == "its rows are being checked"
+    of, more = {"arena": "a", "row_bytes": 2 << 20, "rows": 50, "lent": False}, {"arena": "b", "row_bytes": 4096}
+    assert lines({}, {**of, "holds": "d/m/"}, {**of, **more, "holds": "d/n/"}, {**of, "holds": "d/l/"})[1:-2] == [
+        "10 chunks in 100 rows of 2MiB, of d/l, d/m",
+        "part 2, 5 chunks: no engine has it",
+        "part 4, 5 chunks: no engine has it",
+        "5 chunks in 50 rows of 4KiB, of d/n",
+        "part 3, 5 chunks: no engine has it",
+        "part 1, 5 chunks: process 7 had it; not all of its processes have ended yet",
+        "part 1, 5 chunks: process 20 has it, a tier host",
+        "part 1, 5 chunks: process 21 has it, rank 0",
+        "process 8 waits for it",
+        "process 9 waits for it",
+    ]
     assert lines({}, populated=False) == ["1GiB, not populated yet"]
     assert lines({"lent": False}, {"engine_connected": True, "processes": []})[1:3] == [
         "part 1, 5 chunks: no engine has it",

@@ -24,6 +24,7 @@ from kvtiers.api import StartError
 from kvtiers.pool import descriptor_store as store_module
 from kvtiers.pool import keeper_memory
 from kvtiers.pool import loan as loan_module
+from kvtiers.pool.arena import arena_name
 from kvtiers.pool.descriptor_store import DescriptorStore, descriptor_store
 from kvtiers.pool.memory import Index, Plane, Shape
 from kvtiers.pool.messages import POOL_FORMAT, Hello, Status, encode
@@ -33,7 +34,8 @@ from kvtiers.testing.running import descriptors_left_since, open_descriptors
 ROWS = 100
 SIZE = ROWS * LAYOUT.row_stride
 KEYS = chain(1, 30)
-MEMORY = ["kvtiers-hello", "kvtiers-index", "kvtiers-plane", "kvtiers-rows"]
+HELLO, INDEX, PLANE = (f"kvtiers-{of}-{arena_name(LAYOUT)}" for of in ("hello", "index", "plane"))
+MEMORY = [HELLO, INDEX, PLANE, "kvtiers-rows"]
 
 
 @pytest.fixture
@@ -136,9 +138,9 @@ def test_an_entry_of_which_a_part_was_written_is_not_found(path, manager, start)
     start()
     rows = leave(path)
     start().stop()
-    shape = Shape(ROWS, LAYOUT.row_stride)
-    index = Index(os.dup(kept(manager, "kvtiers-index")), shape, writable=True)
-    plane = Plane(os.dup(kept(manager, "kvtiers-plane")), shape, writable=True)
+    shape = Shape(SIZE, LAYOUT.row_stride)
+    index = Index(os.dup(kept(manager, INDEX)), shape, writable=True)
+    plane = Plane(os.dup(kept(manager, PLANE)), shape, writable=True)
     first, second = (next(row for row in range(at, ROWS) if row not in rows.values()) for at in (0, 60))
     plane.renew([first, second])
     index.editions[first] = plane.edition(first)
@@ -182,15 +184,15 @@ def memory_of(data):
 
 
 OTHERS = {
-    "hello of another format": ("hello", encode(Hello(POOL_FORMAT + 1, PREFIX, LAYOUT.to_json()))),
-    "no hello": ("hello", encode(Status())),
-    "no message": ("hello", b"\xc1"),
-    "nothing": ("hello", b"\x00"),
-    "no layout": ("hello", encode(Hello(POOL_FORMAT, PREFIX, "{}"))),
-    "another index": ("index", bytes(4096 + ROWS * 128)),
-    "a short index": ("index", b"kvtPOOL\n"),
-    "a short plane": ("plane", bytes(8)),
-    "no process": ("process-0", bytes(8)),
+    "hello of another format": (HELLO, encode(Hello(POOL_FORMAT + 1, PREFIX, LAYOUT.to_json()))),
+    "no hello": (HELLO, encode(Status())),
+    "no message": (HELLO, b"\xc1"),
+    "nothing": (HELLO, b"\x00"),
+    "no layout": (HELLO, encode(Hello(POOL_FORMAT, PREFIX, "{}"))),
+    "another index": (INDEX, bytes(4096 + ROWS * 128)),
+    "a short index": (INDEX, b"kvtPOOL\n"),
+    "a short plane": (PLANE, bytes(8)),
+    "no process": ("kvtiers-process-0", bytes(8)),
 }
 
 
@@ -200,7 +202,7 @@ def test_what_is_not_a_pools_memory_is_let_go_in_a_line(path, manager, start, ca
     leave(path)
     start().stop()
     name, data = OTHERS[what]
-    replace(manager, f"kvtiers-{name}", memory_of(data))
+    replace(manager, name, memory_of(data))
     start()
     assert found(path) == {}
     (line,) = [record for record in caplog.records if "is let go" in record.message]
@@ -209,6 +211,22 @@ def test_what_is_not_a_pools_memory_is_let_go_in_a_line(path, manager, start, ca
     assert manager.names() == MEMORY
     start()
     assert found(path) == rows
+
+
+def test_memory_of_the_format_before_is_let_go_in_a_line(path, manager, start, caplog):
+    """Which had one arena, without a name."""
+    start()
+    leave(path)
+    start().stop()
+    for name in MEMORY[:-1]:
+        fd = os.dup(kept(manager, name)) if name != HELLO else memory_of(encode(Hello(2, "", LAYOUT.to_json())))
+        manager.remove(name)
+        DescriptorStore(manager.address).keep(name.rpartition("-")[0], fd)
+        os.close(fd)
+    start()
+    assert found(path) == {}
+    assert "is let go: it is of another format than 3" in caplog.text
+    assert manager.names() == MEMORY
 
 
 def test_memory_of_another_size_is_let_go_in_a_line(path, manager, start, caplog):
@@ -283,7 +301,7 @@ def test_an_engine_that_lives_on_keeps_its_memory_from_others(path, manager, sta
     assert manager.names() == MEMORY
 
 
-@pytest.mark.parametrize(("name", "nbytes"), [("kvtiers-plane", 14 * ROWS), ("kvtiers-index", (1 << 14) + 128 * ROWS)])
+@pytest.mark.parametrize(("name", "nbytes"), [(PLANE, 14 * ROWS), (INDEX, (1 << 14) + 128 * ROWS)])
 def test_an_engine_that_lives_on_knows_better_than_what_was_kept(path, manager, start, name, nbytes):
     """Else the keeper watches a plane that nobody writes: a row leased again while it is hashed has an entry."""
     start()
@@ -292,8 +310,8 @@ def test_an_engine_that_lives_on_knows_better_than_what_was_kept(path, manager, 
     wait_until(engine.is_published, "it is not published")
     start().stop()
     other = bytearray(nbytes)
-    if name == "kvtiers-index":
-        other[:32] = Shape(ROWS, LAYOUT.row_stride).head()
+    if name == INDEX:
+        other[:32] = Shape(SIZE, LAYOUT.row_stride).head()
     replace(manager, name, memory_of(bytes(other)))
     keeper = start()
     wait_until(lambda: keeper.figures()["engine_connected"], "the memory is not brought")

@@ -463,7 +463,7 @@ def test_who_sends_what_it_may_not_is_sent_away_and_the_keeper_serves_on(path, k
 
 def test_an_engine_of_another_format_is_refused_in_a_line(path, keeper, monkeypatch):
     monkeypatch.setattr(loan_module, "POOL_FORMAT", 99)
-    with pytest.raises(StartError, match="its format is 99, the keeper's 2; run the same kvtiers in both"):
+    with pytest.raises(StartError, match="its format is 99, the keeper's 3; run the same kvtiers in both"):
         PoolLoan.take(str(path), PREFIX, LAYOUT, 5)
 
 
@@ -546,7 +546,7 @@ def test_nothing_is_left_behind(path):
 # -- the memory
 
 
-SHAPE = Shape(50, 4096)
+SHAPE = Shape(50 * 4096, 4096)
 
 
 def test_an_entry_counts_with_its_edition_alone():
@@ -572,7 +572,7 @@ def test_a_edition_that_has_gone_round_is_never_zero():
 
 
 def test_a_prefix_longer_than_a_use_has_depths_keeps_its_order_within_the_use():
-    plane = Plane.create(Shape(5000, 4096))
+    plane = Plane.create(Shape(5000 * 4096, 4096))
     plane.use(list(range(5000)))
     plane.use([1])
     assert plane.uses[0] < plane.uses[4999] < plane.uses[1]
@@ -581,7 +581,7 @@ def test_a_prefix_longer_than_a_use_has_depths_keeps_its_order_within_the_use():
 
 def test_an_index_of_other_rows_is_refused():
     index = Index.create(SHAPE)
-    for other in (SHAPE._replace(num_rows=49), SHAPE._replace(row_stride=8192), SHAPE._replace(parts=2)):
+    for other in (SHAPE._replace(nbytes=49 * 4096), SHAPE._replace(row_stride=8192), SHAPE._replace(parts=2)):
         with pytest.raises(StartError, match="other rows"):
             Index(os.dup(index.fd), other, writable=True)
     index.close()
@@ -669,7 +669,7 @@ def test_an_engine_that_lost_its_keeper_a_moment_ago_gives_the_memory_back_at_it
 def test_descriptors_of_an_answer_that_cannot_be_used_are_closed():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = open_descriptors()
-    send(theirs, Welcome(1, 4096, 4096, 0, 1), [0, 1])
+    send(theirs, Welcome(4096, 4096, 0, 1), [0, 1])
     with pytest.raises(StartError, match="out of place"):
         loan_module._welcome(ours, 5, 5)
     assert not descriptors_left_since(before)

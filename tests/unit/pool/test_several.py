@@ -1,16 +1,13 @@
 """Several engines in a pool: one copy of a chunk, which all of them load, and none writes to while another reads it."""
 
 import math
-import threading
 from functools import partial
 
 import pytest
 from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, wait_until
 
 from kvtiers.api import StartError
-from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.pool import barrier
-from kvtiers.pool.arena import Arena
 from kvtiers.pool.loan import PoolLoan
 
 ROWS = 200
@@ -168,13 +165,6 @@ def test_after_new_weights_an_engine_shares_with_those_that_have_them_too(start)
     sees(other, chain(2, 10))
     assert other.load(chain(2, 10)) == 10
     assert other.load(KEYS) == 0
-
-
-def test_engines_of_chunks_of_other_sizes_are_refused_while_others_have_the_pool(start):
-    start()
-    layout = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 2000),))
-    with pytest.raises(StartError, match="chunks of other sizes, of an engine at work"):
-        start(layout=layout)
 
 
 def test_without_a_memory_barrier_an_engine_is_lent_no_part_of_several(path, start, monkeypatch):
@@ -420,19 +410,3 @@ def test_a_borrowed_chunk_is_its_owners_to_write_to_a_tier(start):
     assert one.tier.own(KEYS) == KEYS
     assert other.tier.own([*KEYS, *chain(2, 5)]) == chain(2, 5)
     other.tier.complete_load(rows)
-
-
-def test_an_engine_of_other_sizes_waits_for_those_that_are_ending(path, keeper, monkeypatch):
-    held = threading.Event()
-    damaged_of = Arena.damaged_of
-    monkeypatch.setattr(Arena, "damaged_of", lambda *check: held.wait(60) and damaged_of(*check))
-    stored(one := PoolEngine(path), KEYS)
-    one.close()
-    wait_until(lambda: keeper.figures()["checking"], "it is not checked")
-    layout = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 2000),))
-    with pytest.raises(StartError, match="its rows are being checked"):
-        PoolEngine(path, layout=layout, deadline=0.3, in_use_seconds=0.1)
-    held.set()
-    other = PoolEngine(path, layout=layout)
-    assert keeper.figures()["row_bytes"] == layout.row_stride
-    other.close()

@@ -30,7 +30,7 @@ _at = click.option(
     epilog="""\b
 Examples:
   kvtiers pool serve --size 256GiB             as a service, before the engines start
-  kvtiers pool serve --size 256GiB --engines 4   for four engines that share it
+  kvtiers pool serve --size 256GiB --engines 4   for four engines at a time, of one model or of several
   kvtiers pool status                          how full it is, and which processes have it
   kvtiers pool clear                           forget what the last engine left in it
 
@@ -53,7 +53,7 @@ Exit status: 0 after SIGTERM or Ctrl-C, 2 if the memory or the socket cannot be 
     type=click.IntRange(1, MOST_PARTS),
     default=1,
     show_default=True,
-    help="Engines at a time. Each stores in its part of the memory, and loads from all of it.",
+    help="Engines at a time. Each stores in its part of the memory, and loads from all parts of its model.",
 )
 @_at
 @click.option(
@@ -112,14 +112,16 @@ def status_lines(figures: dict[str, Any]) -> list[str]:
     if not figures["populated"]:
         return [f"{format_size(figures['bytes'])}, not populated yet"]
     lines = [f"{format_size(figures['bytes'])} of memory, populated in {figures['populate_seconds']:.1f} s"]
-    if figures["rows"]:
-        names = sorted({part["holds"].rstrip("/") for part in figures["parts"] if part["holds"]})
-        rows = f"{figures['rows']} rows of {format_size(figures['row_bytes'])}"
-        lines.append(f"{figures['chunks']} chunks in {rows}, of {', '.join(names)}")
     is_one = len(figures["parts"]) == 1
+    arenas: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for number, part in enumerate(figures["parts"], 1):
-        title = "" if is_one else f"part {number}, {part['chunks']} chunks: "
-        lines += [f"{title}{line}" for line in _part_lines(part)]
+        arenas.setdefault(part["arena"], []).append((number, part))
+    for arena in sorted(arenas, key=lambda arena: not arena):  # the parts that are in none come last
+        if arena:
+            lines.append(_arena_line([part for _, part in arenas[arena]]))
+        for number, part in arenas[arena]:
+            title = "" if is_one else f"part {number}, {part['chunks']} chunks: "
+            lines += [f"{title}{line}" for line in _part_lines(part)]
     lines += [f"{process_name(pid)} waits for it" for pid in figures["waiting"]]
     lines.append(
         f"{figures['published']} chunks published, {figures['published_late']} too late: their rows were taken again"
@@ -129,6 +131,13 @@ def status_lines(figures: dict[str, Any]) -> list[str]:
         f"{figures['damaged']} damaged"
     )
     return lines
+
+
+def _arena_line(parts: Sequence[dict[str, Any]]) -> str:
+    """Return a line for the chunks of one size, which are in these parts."""
+    chunks, rows = (sum(part[figure] for part in parts) for figure in ("chunks", "rows"))
+    names = sorted({part["holds"].rstrip("/") for part in parts})
+    return f"{chunks} chunks in {rows} rows of {format_size(parts[0]['row_bytes'])}, of {', '.join(names)}"
 
 
 def _part_lines(part: dict[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 ::
 
-    no memory --> free --> lent --> reclaiming --> checking --> free
+    no memory --> free --> lent --> reclaiming --> checking --> free       each part
 
     reclaiming  its engine's connection has ended; processes that had the part have not yet
     checking    all of them have; each of its rows that an entry counts for is hashed again
@@ -165,7 +165,8 @@ class Keeper:
         try:
             if (kept := memory.kept.found()) is not None:
                 memory.take_back(kept)
-                for part in range(memory.parts):  # its engine, or somebody unknown, may have it still
+                known = {part for part, _ in kept.processes if part < MOST_PARTS}
+                for part in known | set(range(memory.parts)):  # its engine, or somebody unknown, may have it still
                     self._await(part, {rank: fd for (of, rank), fd in kept.processes.items() if of == part})
                 memory.kept.close()
                 return
@@ -188,8 +189,8 @@ class Keeper:
 
     def _find_holders(self) -> None:
         """Take it that an engine of another keeper has each part that is lent, nobody knows to whom."""
-        rows, arena = self._memory.rows, self._memory.arena
-        for part in range(MOST_PARTS if arena is None else self._memory.parts):
+        rows = self._memory.rows
+        for part in range(MOST_PARTS):  # it may have other memory in mind: of more parts than are asked for now
             if rows is not None and part not in self._engines and rows.is_lent(part):
                 self._await(part, {})
 
@@ -197,25 +198,24 @@ class Keeper:
         """Take over what an engine brings back of another keeper; return why not, "" if it is done."""
         if len(fds) != 3:
             return "it brings no memory"
-        memory, before = self._memory, self._memory.arena
+        memory, before = self._memory, list(self._memory.arenas)
         self._find_holders()
         if memory.has(fds[0]) and part in self._engines:
             self._hear_out(self._engines[part])
-            memory.correct(layout, fds[1:])
-        elif self._engines or memory.arena is not None:  # it has been lent
+            arena = memory.take_arena(layout, fds[1:])
+        elif self._engines or memory.arenas:  # it has been lent
             return _OTHER_MEMORY
         else:  # made a moment ago, or about to be: that of an engine is worth more
             if memory.prefault is not None:
                 self._selector.unregister(memory.prefault.fileno())
-            memory.adopt(layout, fds)
+            arena = memory.adopt(layout, fds)
         self._find_holders()
-        for other in range(memory.parts):
-            if other != part and other not in self._engines and memory.arena is not before:
+        for other in arena.parts if arena not in before else ():
+            if other != part and other not in self._engines:
                 memory.begin_check(other)  # its engine has ended while there was no keeper
-        if not 0 <= part < memory.parts:
+        if not 0 <= part < memory.parts or memory.arena_of(part) not in {None, arena}:
             return "it brings a part that there is not"
-        assert memory.arena is not None
-        memory.arena.rename(part, prefix)
+        arena.rename(part, prefix)
         return ""
 
     def _hear_out(self, peer: Peer) -> None:
@@ -274,8 +274,8 @@ class Keeper:
                 self._unwatch(peer, rank)
             case Publish(rows, editions, keys) if self._has_part(peer):
                 self._memory.publish(peer.part, rows, editions, keys)
-            case Rename(prefix) if self._has_part(peer) and self._memory.arena is not None:
-                self._memory.arena.rename(peer.part, prefix)
+            case Rename(prefix) if self._has_part(peer) and (arena := self._memory.arena_of(peer.part)) is not None:
+                arena.rename(peer.part, prefix)
             case _:
                 self._refuse(peer, "it sent a message out of place")
 
@@ -326,34 +326,41 @@ class Keeper:
     def _why_wait(self, peer: Peer) -> Wait | None:
         """Return what an engine waits for; None if it can have a part, or be refused."""
         memory, engines = self._memory, list(self._engines.values())
+        assert peer.layout is not None
         if memory.rows is None:
             return Wait("it is not populated yet", ends=True)
-        needs_all = memory.arena is None or peer.layout is None or not memory.arena.is_for(peer.layout)
-        if self._free_parts() and not (needs_all and (engines or memory.checks)):
+        if self._parts_for(peer.layout):
             return None
-        for holder in engines:
-            if holder.is_leaving:
-                return Wait(f"{holder.name} has its memory", ends=True)
-        if memory.checks:
+        if self._parts_for(peer.layout, soon=True):
+            for holder in engines:
+                if holder.is_leaving:
+                    return Wait(f"{holder.name} has its memory", ends=True)
             return Wait("its rows are being checked", ends=True)
-        if needs_all and memory.arena is not None and self._free_parts():
-            return None
         has = f"{', '.join(engine.name for engine in engines)} {'has' if len(engines) == 1 else 'have'}"
-        return Wait(f"{has} its memory", ends=False)
+        rest = "" if len(engines) >= memory.parts else "; what is free is of models at work"
+        return Wait(f"{has} its memory{rest}", ends=False)
 
-    def _free_parts(self) -> list[int]:
-        memory = self._memory
-        return [part for part in range(memory.parts) if part not in self._engines and not memory.is_checking(part)]
+    def _parts_for(self, layout: CacheLayout, *, soon: bool = False) -> list[int]:
+        """Return the parts that an engine of this layout may have, or may have soon, as far as is known.
+
+        Those of its arena that no engine has, and those of arenas of which no engine has any: what else is in an arena
+        is read by its engines. A part that is in no arena may be in one that an engine is about to bring.
+        """
+        memory, own = self._memory, self._memory.arena_for(layout)
+        engines = {part: engine for part, engine in self._engines.items() if not (soon and engine.is_leaving)}
+        at_work = {memory.arena_of(part) for part in engines}
+        free = [part for part in range(memory.parts) if part not in engines and (soon or not memory.is_checking(part))]
+        arenas = {part: memory.arena_of(part) for part in free}
+        return [part for part, arena in arenas.items() if arena not in at_work or (arena is own and own is not None)]
 
     def _admit(self, peer: Peer) -> None:
         assert peer.hello is not None
         assert peer.layout is not None
-        prefix = peer.hello.prefix
+        layout, prefix = peer.layout, peer.hello.prefix
         with contextlib.ExitStack() as closing:
             try:
-                arena = self._memory.set_arena(peer.layout, is_lent=bool(self._engines))
-                part = max(self._free_parts(), key=lambda part: self._worth(part, prefix))
-                arena.rename(part, prefix)
+                part = max(self._parts_for(layout), key=lambda part: self._worth(part, layout, prefix))
+                arena = self._memory.give(part, layout, prefix)
                 fds = closing.enter_context(arena.lent(part))
             except StartError as error:
                 self._refuse(peer, str(error))
@@ -365,10 +372,16 @@ class Keeper:
             _log.info("pool: lent to %s, with %d chunks", peer.name, len(arena.counting(part)))
             self._welcome(peer, fds)
 
-    def _worth(self, part: int, prefix: str) -> int:
-        """Return how many of its chunks an engine finds in a part; others count against it."""
-        arena, chunks = self._memory.arena, len(self._memory.counting(part))
-        return chunks if arena is not None and arena.prefix(part) == prefix else -chunks
+    def _worth(self, part: int, layout: CacheLayout, prefix: str) -> tuple[int, int]:
+        """Return what a part is worth to an engine: the chunks that it finds there; others count against it.
+
+        Those of another arena the more, the later its last engine has ended.
+        """
+        memory, arena = self._memory, self._memory.arena_of(part)
+        chunks = len(memory.counting(part))
+        if arena is None or arena is memory.arena_for(layout):
+            return 1, chunks if arena is not None and arena.prefix(part) == prefix else -chunks
+        return -memory.arenas.index(arena), -chunks
 
     def _take_part(self, peer: Peer, part: int) -> None:
         """Record that this engine has a part, or is about to: the processes that it has named, and no others."""
@@ -385,13 +398,12 @@ class Keeper:
             self._forget(before)
 
     def _welcome(self, peer: Peer, fds: Sequence[int]) -> None:
-        rows, arena = self._memory.rows, self._memory.arena
-        assert rows is not None
+        arena = self._memory.arena_of(peer.part)
         assert arena is not None
         assert peer.sock is not None
         try:
             shape = arena.shape
-            send(peer.sock, Welcome(shape.num_rows, shape.row_stride, rows.nbytes, peer.part, shape.parts), fds)
+            send(peer.sock, Welcome(shape.nbytes, shape.row_stride, peer.part, shape.parts), fds)
         except OSError:  # it has given up, and never had the memory by this connection
             if fds:
                 for rank in list(peer.pidfds):

@@ -2,13 +2,12 @@
 
 ::
 
-    nothing --> being populated --> rows --> rows with an arena: what they hold, in a part for each engine
+    nothing --> being populated --> rows --> rows with arenas: what they hold, in a part for each engine
 
 It is one thread's, the keeper's; only hashing is done on others. A keeper that is killed in whatever instruction leaves
 memory that the next one can use: the engine brings it back, or the service manager has kept it (``kept.py``).
 """
 
-import contextlib
 import logging
 import os
 import time
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 from kvtiers.api import OffloadKey, StartError
 from kvtiers.api.units import format_size
 from kvtiers.layout.cache_layout import CacheLayout
-from kvtiers.pool.arena import Arena
+from kvtiers.pool.arena import Arena, arena_name
 from kvtiers.pool.chunk_hash import ChunkHash
 from kvtiers.pool.kept import Kept, KeptMemory
-from kvtiers.pool.memory import Index, Rows, open_again
+from kvtiers.pool.memory import Index, Rows, open_again, prefix_bytes
 from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.region.limits import usable_processors
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, HugePages
@@ -42,7 +41,7 @@ class _Check(NamedTuple):
 
 
 class KeeperMemory:
-    """A pool's memory: ``rows`` of ``size`` bytes, or as many as an engine brings, and an ``arena`` once one had it.
+    """A pool's memory: ``rows`` of ``size`` bytes, or as many as an engine brings, and ``arenas`` as engines had it.
 
     ``parts``: for so many engines, or as many as it has that is taken over. ``kept``: what the service manager has of
     it. ``wake``: called, from any thread, when ``end_checks`` may have something to do. ``prefault``: what populates
@@ -59,7 +58,8 @@ class KeeperMemory:
         self._wake = wake
         self._early: EarlyMemory | None = None
         self.rows: Rows | None = None
-        self.arena: Arena | None = None
+        self.arenas: list[Arena] = []
+        """The first one is that whose engines ended the longest ago."""
         self._checks: dict[int, _Check] = {}
         self._threads = max(1, min(_MOST_THREADS, int(usable_processors()) // 2))
         self._hashing = ThreadPoolExecutor(self._threads, "kvtiers-pool-hash")
@@ -110,39 +110,44 @@ class KeeperMemory:
             sizes = (f"{format_size(size)} in pages of {format_size(of)}" for size, of in (has, wanted))
             raise StartError("it has {}, and {} are asked for".format(*sizes))
         self.rows = Rows(open_again(kept.rows, os.O_RDWR), nbytes, self._huge_pages)
-        if kept.arena is not None:
-            fds, layout = kept.arena
+        for fds, layout in kept.arenas:
             if (parts := Index.parts_of(fds[0])) != self.parts:
                 raise StartError(f"it is for {parts} engines, and {self.parts} are asked for")
-            self.arena = Arena(self.rows, parts, CacheLayout.from_json(layout), fds)
+            self.arenas.append(Arena(self.rows, parts, CacheLayout.from_json(layout), fds))
+        parts_of_all = [part for arena in self.arenas for part in arena.parts]
+        if len(set(parts_of_all)) < len(parts_of_all):
+            raise StartError("a part of it is in two arenas")
+        self._drop_unused()
         _log.info("pool: took back %s from the service manager", format_size(nbytes))
 
     def has(self, rows: int) -> bool:
         """Return whether this is a descriptor of its rows."""
         return self.rows is not None and os.path.sameopenfile(self.rows.fd, rows)
 
-    def adopt(self, layout: CacheLayout, fds: Sequence[int]) -> None:
+    def adopt(self, layout: CacheLayout, fds: Sequence[int]) -> Arena:
         """Take what an engine has of another keeper, in place of all there is; what is raised leaves nothing.
 
         ``fds``: rows, index and plane, which stay the caller's.
         """
         self.drop()
         nbytes = os.fstat(fds[0]).st_size
-        rows = Rows(open_again(fds[0], os.O_RDWR), nbytes)
-        with contextlib.ExitStack() as undo:
-            undo.callback(rows.close)
-            self.arena = Arena(rows, Index.parts_of(fds[1]), layout, fds[1:])
-            undo.pop_all()
-        self.rows, self.parts = rows, self.arena.shape.parts
-        self.kept.keep_arena(self.arena)
-        self.kept.keep_rows(rows.fd)
+        self.rows = Rows(open_again(fds[0], os.O_RDWR), nbytes)
+        try:
+            arena = self.take_arena(layout, fds[1:])
+        except BaseException:
+            self._release()
+            raise
+        self.kept.keep_rows(self.rows.fd)
         _log.info("pool: took over %s that the engine brought back", format_size(nbytes))
         if nbytes < self._size:
             _log.warning("pool: for the %s of --size, restart it while no engine runs", format_size(self._size))
+        return arena
 
     def drop(self) -> None:
         """Give up all there is, and have nothing kept."""
         self.kept.drop_rows()
+        for arena in self.arenas:
+            self.kept.drop_arena(arena)
         self._release()
 
     def close(self) -> None:
@@ -154,68 +159,101 @@ class KeeperMemory:
         if self._early is not None:
             self._early.close()
             self._early = None
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
+        for arena in list(self.arenas):
+            self._close_arena(arena)
         if self.rows is not None:
             self.rows.close()
             self.rows = None
 
-    # The arena.
+    # The arenas.
 
-    def set_arena(self, layout: CacheLayout, *, is_lent: bool) -> Arena:
-        """Return the arena for such chunks: the one that is there, or an empty one.
+    def arena_of(self, part: int) -> Arena | None:
+        """Return the arena that a part is in, None if it is in none that is known."""
+        return next((arena for arena in self.arenas if arena.prefix(part)), None)
 
-        ``is_lent``: a part is. StartError if it is for other chunks then, or if a part has no room for a row.
+    def arena_for(self, layout: CacheLayout) -> Arena | None:
+        """Return the arena for such chunks, None if there is none yet."""
+        return next((arena for arena in self.arenas if arena.name == arena_name(layout)), None)
+
+    def give(self, part: int, layout: CacheLayout, prefix: str) -> Arena:
+        """Return the arena for such chunks, which this part is in now: nobody has it, or reads what is in it.
+
+        StartError if a part has no room for a row, or the index for the prefix.
         """
         assert self.rows is not None
-        if self.arena is not None and self.arena.is_for(layout):
-            return self.arena
-        if layout.row_stride * self.parts > self.rows.nbytes:
-            raise StartError(f"it has no room for a row of {format_size(layout.row_stride)}; raise the keeper's --size")
-        if self.arena is not None:
-            if is_lent:
-                raise StartError("it has chunks of other sizes, of an engine at work; give this one another pool")
-            _log.info("pool: chunks of other sizes are asked for, so all are forgotten")
-            self.kept.drop_arena()
-            self.arena.close()
-            self.arena = None
-        self.arena = Arena(self.rows, self.parts, layout)
-        self.kept.keep_arena(self.arena)
-        return self.arena
+        prefix_bytes(prefix)
+        before, arena = self.arena_of(part), self.arena_for(layout)
+        if arena is None:
+            arena = Arena(self.rows, self.parts, layout)
+            self._add(arena)
+        try:
+            if before is not None and before is not arena:
+                _log.info("pool: %d chunks of %s are forgotten for an engine of other sizes", *_held(before, part))
+                before.release(part)  # first: a part of two arenas would be written by both
+            arena.rename(part, prefix)
+        finally:
+            self._drop_unused()
+        return arena
 
-    def correct(self, layout: CacheLayout, fds: Sequence[int]) -> None:
-        """Take index and plane that the rows' engine has, where others were kept.
+    def take_arena(self, layout: CacheLayout, fds: Sequence[int]) -> Arena:
+        """Return the arena of the index and plane that an engine of these rows has.
 
-        StartError, OSError: they are of other rows.
+        If it is not known, it is taken in place of one that was kept for such chunks. StartError, OSError: it is of
+        other rows.
         """
         assert self.rows is not None
-        if self.arena is None or not self.arena.has(fds):
-            found = Arena(self.rows, Index.parts_of(fds[0]), layout, fds)
-            if self.arena is not None:
-                self._drop_checks()
-                self.arena.close()
-            self.arena, self.parts = found, found.shape.parts
-            self.kept.keep_arena(found)
+        for arena in self.arenas:
+            if arena.has(fds):
+                return arena
+        if (parts := Index.parts_of(fds[0])) != self.parts and self.arenas:
+            raise StartError(f"its memory is in {parts} parts, the keeper's in {self.parts}")
+        arena, before = Arena(self.rows, parts, layout, fds), self.arena_for(layout)
+        known = {part for other in self.arenas if other is not before for part in other.parts}
+        if not known.isdisjoint(arena.parts) or (before is not None and not {*before.parts} <= {*arena.parts}):
+            arena.close()
+            raise StartError("another arena has a part of its")
+        if before is not None:
+            self._close_arena(before)
+        self.parts = parts
+        self._add(arena)
+        return arena
+
+    def _add(self, arena: Arena) -> None:
+        self.arenas.append(arena)
+        self.kept.keep_arena(arena)
+
+    def _drop_unused(self) -> None:
+        """Drop the arenas that have no part."""
+        for arena in [arena for arena in self.arenas if not arena.parts]:
+            self._close_arena(arena)
+            self.kept.drop_arena(arena)
+
+    def _close_arena(self, arena: Arena) -> None:
+        for part in arena.parts:
+            if (check := self._checks.pop(part, None)) is not None:
+                wait([piece for piece in check.pieces if not piece.cancel()])
+        self.arenas.remove(arena)
+        arena.close()
 
     def clear(self) -> int:
         """Forget all chunks; return how many."""
         chunks = sum(len(self.counting(part)) for part in range(self.parts))
-        if self.arena is not None:
-            for part in range(self.parts):
-                self.arena.index.clear(part)
+        for arena in self.arenas:
+            for part in arena.parts:
+                arena.index.clear(part)
         return chunks
 
     def counting(self, part: int) -> list[int]:
         """Return the rows of a part whose entries count."""
-        return self.arena.counting(part) if self.arena is not None else []
+        arena = self.arena_of(part)
+        return arena.counting(part) if arena is not None else []
 
     # Hashing.
 
     def publish(self, part: int, rows: list[int], editions: list[int], keys: list[bytes]) -> None:
         """Hash a part's rows and write their entries, but for those of other editions; ValueError: it has none such."""
-        arena = self.arena
-        assert arena is not None
+        if (arena := self.arena_of(part)) is None:
+            raise ValueError("rows of no arena")
         own, chunk_hash = arena.shape.rows_of(part), arena.chunk_hash(part)
         if not len(rows) == len(editions) == len(keys) or not all(row in own for row in rows):
             raise ValueError("rows that there are not")
@@ -262,13 +300,15 @@ class KeeperMemory:
 
     def begin_check(self, part: int) -> None:
         """Begin to hash a part's rows whose entries count, on threads: no engine has it meanwhile."""
-        if self.arena is None:
+        if (arena := self.arena_of(part)) is None:
             return
-        self.arena.plane.unpin_all(part)
-        began, rows = time.monotonic(), self.arena.counting(part)
+        self.arenas.remove(arena)
+        self.arenas.append(arena)
+        arena.plane.unpin_all(part)
+        began, rows = time.monotonic(), arena.counting(part)
         self.counts["checked"] += len(rows)
         pieces = [rows[at : at + _PIECE_ROWS] for at in range(0, len(rows), _PIECE_ROWS)] or [[]]
-        check = _Check(began, [self._submit(self.arena.damaged_of, part, piece) for piece in pieces])
+        check = _Check(began, [self._submit(arena.damaged_of, part, piece) for piece in pieces])
         self._checks[part] = check
         for piece in check.pieces:
             piece.add_done_callback(lambda _: self._wake())
@@ -279,20 +319,15 @@ class KeeperMemory:
             if all(piece.done() for piece in check.pieces):
                 self._end_check(part, check)
 
-    def _drop_checks(self) -> None:
-        """End the checks, as of an arena that goes."""
-        for check in self._checks.values():
-            wait([piece for piece in check.pieces if not piece.cancel()])
-        self._checks.clear()
-
     def _end_check(self, part: int, check: _Check) -> None:
-        assert self.arena is not None
+        arena = self.arena_of(part)
+        assert arena is not None
         if any(piece.exception() is not None for piece in check.pieces):
-            damaged = self.arena.counting(part)
+            damaged = arena.counting(part)
         else:
             damaged = [row for piece in check.pieces for row in piece.result()]
         for row in damaged:
-            self.arena.index.void(row)
+            arena.index.void(row)
         del self._checks[part]
         self.counts["damaged"] += len(damaged)
         self.seconds["check"] = seconds = time.monotonic() - check.began
@@ -301,21 +336,30 @@ class KeeperMemory:
 
     def figures(self) -> dict[str, Any]:
         """Return what ``kvtiers pool status`` shows of it. ``parts``: of each one."""
-        arena = self.arena
+        parts = [self._figures_of(part) for part in range(self.parts)]
         return {
             "bytes": self.rows.nbytes if self.rows is not None else self._size,
             "populated": self.rows is not None,
-            "row_bytes": arena.shape.row_stride if arena is not None else 0,
-            "rows": arena.shape.num_rows if arena is not None else 0,
-            "chunks": sum(len(self.counting(part)) for part in range(self.parts)),
-            "parts": [
-                {
-                    "chunks": len(self.counting(part)),
-                    "holds": arena.prefix(part) if arena is not None else "",
-                    "checking": self.is_checking(part),
-                }
-                for part in range(self.parts)
-            ],
+            "chunks": sum(part["chunks"] for part in parts),
+            "parts": parts,
             **self.counts,
             **{f"{name}_seconds": round(seconds, 3) for name, seconds in self.seconds.items()},
         }
+
+    def _figures_of(self, part: int) -> dict[str, Any]:
+        arena, checking = self.arena_of(part), self.is_checking(part)
+        if arena is None:
+            return {"arena": "", "row_bytes": 0, "rows": 0, "chunks": 0, "holds": "", "checking": checking}
+        chunks, holds = _held(arena, part)
+        return {
+            "arena": arena.name,
+            "row_bytes": arena.shape.row_stride,
+            "rows": len(arena.shape.rows_of(part)),
+            "chunks": chunks,
+            "holds": holds,
+            "checking": checking,
+        }
+
+
+def _held(arena: Arena, part: int) -> tuple[int, str]:
+    return len(arena.counting(part)), arena.prefix(part)

@@ -2,17 +2,17 @@
 
 ::
 
-    kvtiers-rows                once they are populated
-    kvtiers-index, -plane       the arena's
-    kvtiers-hello               the arena's layout, in an engine's HELLO. It comes last and goes first: without it all
-                                of the arena counts for nothing
-    kvtiers-process-PART-RANK   a pidfd for each process that is watched; rank -1: the engine's own
+    kvtiers-rows                    once they are populated
+    kvtiers-index-ARENA, -plane-    an arena's
+    kvtiers-hello-ARENA             an arena's layout, in an engine's HELLO. It comes last and goes first: without it
+                                    all of the arena counts for nothing
+    kvtiers-process-PART-RANK       a pidfd for each process that is watched; rank -1: the engine's own
 
 The pidfd of a process that has ended is let go by systemd itself (Linux 6.9), or by the next keeper.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvtiers.api import StartError
@@ -25,6 +25,8 @@ __all__ = ["Kept", "KeptArena", "KeptMemory"]
 
 _OURS = "kvtiers-"
 _ROWS, _INDEX, _PLANE, _HELLO, _PROCESS = (_OURS + name for name in ("rows", "index", "plane", "hello", "process-"))
+
+_OF_ARENA = (_HELLO, _INDEX, _PLANE)
 
 
 class KeptArena(NamedTuple):
@@ -41,7 +43,7 @@ class Kept(NamedTuple):
     """
 
     rows: int
-    arena: KeptArena | None
+    arenas: Sequence[KeptArena]
     processes: Mapping[tuple[int, int], int]
 
 
@@ -60,16 +62,19 @@ class KeptMemory:
             return None
         if self._twice:  # one of two was to be dropped, and nothing says which
             raise StartError(f"there are two of {', '.join(self._twice)}")
-        arena = None
-        if {_INDEX, _PLANE, _HELLO} <= self._found.keys():
-            fd = self._found[_HELLO]
+        arenas = []
+        for name in {name.removeprefix(of) for of in _OF_ARENA for name in self._found if name.startswith(of)}:
+            if not {of + name for of in _OF_ARENA} <= self._found.keys():
+                self._drop_arena(name)
+                continue
+            fd = self._found[_HELLO + name]
             hello = decode_request(os.pread(fd, os.fstat(fd).st_size, 0))
             if not isinstance(hello, Hello) or hello.format != POOL_FORMAT:
                 raise StartError(f"it is of another format than {POOL_FORMAT}")
-            arena = KeptArena((self._found[_INDEX], self._found[_PLANE]), hello.layout)
+            arenas.append(KeptArena((self._found[_INDEX + name], self._found[_PLANE + name]), hello.layout))
         names = {fd: name.removeprefix(_PROCESS) for name, fd in self._found.items() if name.startswith(_PROCESS)}
         processes = {fd: name.split("-", 1) for fd, name in names.items()}
-        return Kept(self._found[_ROWS], arena, {(int(part), int(rank)): fd for fd, (part, rank) in processes.items()})
+        return Kept(self._found[_ROWS], arenas, {(int(part), int(rank)): fd for fd, (part, rank) in processes.items()})
 
     def let_go(self) -> None:
         """Let nothing be kept of what was left. Its pages are free then, but for those that others have."""
@@ -94,21 +99,25 @@ class KeptMemory:
         self._store.drop(_ROWS)
 
     def keep_arena(self, arena: Arena) -> None:
-        """Have this arena kept."""
-        self.drop_arena()
-        self._store.keep(_INDEX, arena.index.fd)
-        self._store.keep(_PLANE, arena.plane.fd)
+        """Have this arena kept, in the place of one for such chunks."""
+        self.drop_arena(arena)
+        self._store.keep(f"{_INDEX}-{arena.name}", arena.index.fd)
+        self._store.keep(f"{_PLANE}-{arena.name}", arena.plane.fd)
         hello = encode(Hello(POOL_FORMAT, "", arena.layout.to_json()))
         fd = create_memfd("kvtiers-pool-hello", len(hello))
         try:
             os.pwrite(fd, hello, 0)
-            self._store.keep(_HELLO, fd)
+            self._store.keep(f"{_HELLO}-{arena.name}", fd)
         finally:
             os.close(fd)
 
-    def drop_arena(self) -> None:
-        """Let the arena that is kept count for nothing, until ``keep_arena``."""
-        self._store.drop(_HELLO)
+    def drop_arena(self, arena: Arena) -> None:
+        """Have an arena kept no longer."""
+        self._drop_arena(f"-{arena.name}")
+
+    def _drop_arena(self, name: str) -> None:
+        for of in _OF_ARENA:
+            self._store.drop(of + name)
 
     def keep_process(self, part: int, rank: int, pidfd: int) -> None:
         """Have it kept that this process has a part."""

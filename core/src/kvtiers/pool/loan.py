@@ -173,9 +173,8 @@ class PoolLoan:
         self._path = path
         self._hello = hello
         self._sock: socket.socket | None = sock
-        self.num_rows = welcome.num_rows
-        self.nbytes = welcome.map_bytes
-        self._shape = shape = Shape(welcome.num_rows, welcome.row_stride, welcome.parts)
+        self._shape = shape = Shape(welcome.nbytes, welcome.row_stride, welcome.parts)
+        self.num_rows, self.nbytes = shape.num_rows, shape.nbytes
         self._part = welcome.part
         self.own = shape.rows_of(welcome.part)
         """The rows that are this engine's; those of the others it reads."""

@@ -1,4 +1,4 @@
-"""The memory of a pool: three memfds, which the keeper makes and each of its processes maps.
+"""The memory of a pool: memfds, which the keeper makes and its processes map.
 
 ::
 
@@ -6,8 +6,10 @@
     index   an entry a row: edition, key and hash of what it holds. The keeper writes it, the engines read it
     plane   an edition and a last use a row, and who reads it. The engines write it, the keeper reads it
 
-The rows are in *parts* of equal size, one for each engine, which alone writes them. The others read them. The names of
-a part's chunks begin with a prefix of its engine's, which the index's head has: engines share what has the same prefix.
+The rows' memory is in *parts* of equal size, one for each engine, which alone writes it. The others read it. Chunks of
+different sizes make different rows of the same memory: each such layout has an index and a plane of its own, its
+*arena*. The names of a part's chunks begin with a prefix of its engine's, which the head of one index has: the part
+is in that arena, and engines share what has the same prefix.
 
 An entry counts while its edition is the plane's. The engine raises a row's edition when it leases the row to a
 writer, before a byte of it changes, so that no message is needed to make an entry void, and a process that is killed
@@ -30,11 +32,22 @@ import numpy.typing as npt
 from kvtiers.api import OffloadKey, StartError
 from kvtiers.region.memfd import HugePages, Mapping, create_memfd, map_memory
 
-__all__ = ["LONGEST_KEY", "MOST_PARTS", "Index", "Plane", "Rows", "Shape", "counting", "open_again", "residents"]
+__all__ = [
+    "LONGEST_KEY",
+    "MOST_PARTS",
+    "Index",
+    "Plane",
+    "Rows",
+    "Shape",
+    "counting",
+    "open_again",
+    "prefix_bytes",
+    "residents",
+]
 
-_FORMAT = 2
+_FORMAT = 3
 """Of index and plane. The next keeper takes over no memory of another one."""
-_HEAD = struct.Struct("<8sIIQQ")
+_HEAD = struct.Struct("<8sIIQQ")  # magic, format, parts, bytes of all rows, bytes from one row to the next
 _CHANGES = struct.Struct("<Q")  # behind the head: how often the keeper has changed something
 _PARTS_AT = _HEAD.size + _CHANGES.size
 _HEAD_BYTES = 1 << 14
@@ -61,20 +74,34 @@ def open_again(fd: int, access: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
 
 
-class Shape(NamedTuple):
-    """How many rows there are, bytes from one to the next, and parts of them."""
+def prefix_bytes(prefix: str) -> bytes:
+    """Return the bytes of a part's prefix; StartError if these are none, or too many."""
+    name, most = prefix.encode(), _PART_BYTES - _PART.size
+    if not 0 < len(name) <= most:
+        raise StartError(f"a prefix of {len(name)} bytes, expected 1 to {most}")
+    return name
 
-    num_rows: int
+
+class Shape(NamedTuple):
+    """How many bytes of memory there are, from one row to the next, and how many parts of the memory."""
+
+    nbytes: int
     row_stride: int
     parts: int = 1
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows the memory has."""
+        return self.nbytes // self.row_stride
+
     def head(self) -> bytes:
         """Return the first bytes of the index."""
-        return _HEAD.pack(_MAGIC, _FORMAT, self.num_rows, self.row_stride, self.parts)
+        return _HEAD.pack(_MAGIC, _FORMAT, self.parts, self.nbytes, self.row_stride)
 
     def rows_of(self, part: int) -> range:
-        """Return the rows of a part."""
-        return range(part * self.num_rows // self.parts, (part + 1) * self.num_rows // self.parts)
+        """Return the rows that lie in a part: a row across the end of one, which others may write to, is in none."""
+        start, end = (at * self.nbytes // self.parts for at in (part, part + 1))
+        return range(-(-start // self.row_stride), end // self.row_stride)
 
 
 class Rows:
@@ -144,7 +171,7 @@ class Index(_Words):
         head = os.pread(fd, _HEAD.size, 0)
         if len(head) < _HEAD.size or head[:12] != _HEAD.pack(_MAGIC, _FORMAT, 0, 0, 0)[:12]:
             raise StartError("an index of another format")
-        return int(_HEAD.unpack(head)[4])
+        return int(_HEAD.unpack(head)[2])
 
     @classmethod
     def create(cls, shape: Shape) -> "Index":
@@ -186,10 +213,15 @@ class Index(_Words):
         return times, bytes(self._view[at : at + length]).decode(errors="replace")
 
     def rename(self, part: int, prefix: str) -> None:
-        """Forget a part's entries: chunks of other names follow. StartError if the prefix is too long."""
-        name, at = prefix.encode(), _PARTS_AT + part * _PART_BYTES
-        if len(name) > _PART_BYTES - _PART.size:
-            raise StartError(f"a prefix of {len(name)} bytes, expected {_PART_BYTES - _PART.size} at most")
+        """Forget a part's entries: chunks of other names follow. StartError as of ``prefix_bytes``."""
+        self._name(part, prefix_bytes(prefix))
+
+    def release(self, part: int) -> None:
+        """Forget a part's entries, and its name: it is no part of these."""
+        self._name(part, b"")
+
+    def _name(self, part: int, name: bytes) -> None:
+        at = _PARTS_AT + part * _PART_BYTES
         self.clear(part)
         times, _ = _PART.unpack_from(self._view, at)
         _PART.pack_into(self._view, at, times + 1, 0)

@@ -54,7 +54,7 @@ __all__ = [
     "send",
 ]
 
-POOL_FORMAT = 2
+POOL_FORMAT = 3
 """Of the messages and the memory. A keeper serves one; REFUSED and each request's ``format`` stay as they are."""
 LONGEST_MESSAGE = 1 << 17
 _MOST_FDS = 253  # the kernel's limit of a message
@@ -125,11 +125,10 @@ Request: TypeAlias = Hello | Watch | Unwatch | Publish | Rename | Goodbye | Stat
 
 
 class Welcome(_Message, tag="welcome"):
-    """A part of the memory is the engine's, of so many. ``map_bytes``: of all rows, in whole pages."""
+    """A part of the memory is the engine's, of so many. ``nbytes``: of all the memory."""
 
-    num_rows: int
+    nbytes: int
     row_stride: int
-    map_bytes: int
     part: int
     parts: int
 

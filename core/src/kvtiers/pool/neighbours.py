@@ -136,9 +136,9 @@ class Neighbours:
         followed.changes = changes
         for part in self._others:
             rows, named = self._shape.rows_of(part), index.prefix(part)
-            now = index.editions[rows.start : rows.stop].copy()
-            if named[1] != followed.prefix:
-                now[:] = 0
+            now = np.zeros(len(rows), np.uint32)  # of other chunks, or of none: another arena has the part
+            if named[1] == followed.prefix:
+                now[:] = index.editions[rows.start : rows.stop]
             changed: list[int] = np.flatnonzero(now != followed.editions[rows.start : rows.stop]).tolist()
             if not changed:
                 continue
