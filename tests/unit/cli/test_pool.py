@@ -18,7 +18,7 @@ from kvtiers.cli.main import cli
 from kvtiers.cli.pool import status_lines
 from kvtiers.pool import listening
 from kvtiers.pool.listening import listen
-from kvtiers.pool.loan import is_served
+from kvtiers.pool.loan import is_served, pool_figures
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def serving(tmp_path):
     """Start a keeper of one MiB, or another size, at the given path, or as a service; all end with the test."""
     running = []
 
-    def start(path, size="1MiB", manager=None):
-        words = ["pool", "serve", "--size", size, "--socket", str(path)]
+    def start(path, size="1MiB", manager=None, more=()):
+        words = ["pool", "serve", "--size", size, "--socket", str(path), *more]
         command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", *words]
         running.append(
             subprocess.Popen(command, stderr=subprocess.PIPE, text=True) if manager is None else manager.start(*words)
@@ -157,6 +157,24 @@ def test_clear_forgets_what_no_engine_has_and_says_of_the_rest_who_has_it(servin
     engine = PoolEngine(path)
     assert engine.tier.chunks == 0
     engine.close()
+
+
+def test_memory_is_taken_from_the_numa_node_that_is_named(serving, tmp_path):
+    """By the process that populates it, which inherits from the keeper whose this is, too."""
+    path = tmp_path / "pool.sock"
+    keeper = serving(path, more=["--numa-node", "0"])
+    wait_until(lambda: is_served(str(path)) and pool_figures(str(path))["populated"], "it is not populated")
+    maps = Path(f"/proc/{keeper.pid}/numa_maps").read_text().splitlines()
+    (rows,) = [line for line in maps if "memfd:kvtiers-pool\\040" in line]
+    assert "prefer:0" in rows or "prefer (many):0" in rows
+
+
+def test_a_numa_node_that_there_is_not_is_a_line_and_no_error(serving, tmp_path):
+    path = tmp_path / "pool.sock"
+    keeper = serving(path, more=["--numa-node", "900"])
+    wait_until(lambda: is_served(str(path)) and pool_figures(str(path))["populated"], "it is not populated")
+    keeper.terminate()
+    assert "pool: NUMA node 900: Invalid argument; the memory lies anywhere" in keeper.communicate(timeout=60)[1]
 
 
 @pytest.mark.parametrize("size", ["much", "0", "-1GiB"])

@@ -15,7 +15,7 @@ from kvtiers.pool.keeper import serve as serve_pool
 from kvtiers.pool.loan import clear_pool, pool_figures
 from kvtiers.pool.memory import MOST_PARTS
 from kvtiers.region.handshake import process_name
-from kvtiers.region.memfd import HugePages
+from kvtiers.region.memfd import MOST_NODES, HugePages
 
 __all__ = ["pool"]
 
@@ -63,7 +63,13 @@ Exit status: 0 after SIGTERM or Ctrl-C, 2 if the memory or the socket cannot be 
     show_default=True,
     help="Huge pages, which the administrator has to reserve.",
 )
-def serve(size: str, engines: int, path: str, huge_pages: HugePages) -> None:
+@click.option(
+    "--numa-node",
+    type=click.IntRange(0, MOST_NODES - 1),
+    metavar="NODE",
+    help="The NUMA node to take the memory from, as far as it has some; best the GPUs' that use this pool.",
+)
+def serve(size: str, engines: int, path: str, huge_pages: HugePages, numa_node: int | None) -> None:
     """Hold a pool's memory, for one engine or several at a time, until SIGTERM."""
     try:
         nbytes = parse_size(size)
@@ -72,7 +78,7 @@ def serve(size: str, engines: int, path: str, huge_pages: HugePages) -> None:
     if nbytes < 1:
         raise click.BadParameter("expected at least a byte", param_hint="'--size'")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    serve_pool(Path(path), nbytes, engines, huge_pages=huge_pages)
+    serve_pool(Path(path), nbytes, engines, huge_pages=huge_pages, numa_node=numa_node)
 
 
 @pool.command(

@@ -57,7 +57,7 @@ from kvtiers.pool.messages import (
 )
 from kvtiers.pool.peer import Peer, are_of_one_process, is_readable, pid_of
 from kvtiers.region.handshake import peer_credentials, peer_pidfd, process_name
-from kvtiers.region.memfd import HugePages
+from kvtiers.region.memfd import HugePages, prefer_node
 
 __all__ = ["Keeper", "serve"]
 
@@ -490,10 +490,17 @@ def _figures_of(engine: Peer | None) -> dict[str, Any]:
     }
 
 
-def serve(path: Path, size: int, parts: int = 1, *, huge_pages: HugePages = "off") -> None:
-    """Serve a pool at this path until SIGTERM or SIGINT; StartError, in one line, if it cannot be."""
+def serve(
+    path: Path, size: int, parts: int = 1, *, huge_pages: HugePages = "off", numa_node: int | None = None
+) -> None:
+    """Serve a pool at this path until SIGTERM or SIGINT; StartError, in one line, if it cannot be.
+
+    ``numa_node``: from which memory is taken first that is made.
+    """
     store = descriptor_store(os.environ)
     listener = listen(path)
+    if numa_node is not None and (trouble := prefer_node(numa_node)):  # what populates the memory inherits it
+        _log.warning("pool: %s", trouble)
     _log.info("pool: serves at %s", path)
     place = path.stat()
     keeper = Keeper(listener, size, parts, huge_pages=huge_pages, store=store)

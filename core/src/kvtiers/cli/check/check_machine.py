@@ -92,7 +92,9 @@ def _pool(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     has = f"{', '.join(holders) or 'no engine'} {'have' if len(holders) > 1 else 'has'} it"
     yield Finding("ok", f"pool: {format_size(figures['bytes'])} at {path}, {figures['chunks']} chunks; {has}")
     if config.primary.numa_node is not None:
-        yield Finding("warning", "numa_node does nothing with a pool", "start the keeper on that node")
+        yield Finding(
+            "warning", "numa_node does nothing with a pool", f"give the keeper --numa-node {config.primary.numa_node}"
+        )
     if len(holders) < len(figures["parts"]) and (problem := memory_problem(config.primary.capacity, machine.root)):
         text, _, fix = problem.partition("; ")
         yield Finding("warning", f"without the pool the engine does not start: {text}", fix)
