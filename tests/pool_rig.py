@@ -20,7 +20,6 @@ from kvtiers._process import receive_fds
 from kvtiers.api import make_offload_key
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.pool import keeper as keeper_module
 from kvtiers.pool.descriptor_store import DescriptorStore
 from kvtiers.pool.keeper import Keeper
 from kvtiers.pool.listening import listen
@@ -399,7 +398,7 @@ def _keep(sock, kept, path, size, handover, kill_at, parts, manager="", names=""
 
     listener = listen(Path(path))
     store = DescriptorStore(manager, zip(names.split(":"), kept, strict=False))
-    keeper = Keeper(listener, int(size), int(parts), handover=float(handover), store=store)
+    keeper = Keeper(listener, int(size), int(parts), handover=float(handover), store=store, look_seconds=0.002)
     if left:
         sys.settrace(call)
     sock.sendall(b".")
@@ -451,7 +450,6 @@ right_renew, right_rows_of = Plane.renew, Shape.rows_of
 def main():
     """Fork on request."""
     plant(sys.argv[2])
-    keeper_module._LOOK_SECONDS = 0.002
     requests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for _ in itertools.count():

@@ -16,7 +16,6 @@ from tests.pool_rig import LAYOUT, PoolEngine, ServiceManager, chain, wait_until
 from kvtiers.api import StartError
 from kvtiers.cli.main import cli
 from kvtiers.cli.pool import status_lines
-from kvtiers.pool import listening
 from kvtiers.pool.listening import listen
 from kvtiers.pool.loan import is_served, pool_figures
 
@@ -124,12 +123,11 @@ def test_a_place_that_cannot_be_the_keepers_is_a_line_that_says_what_to_do(tmp_p
     assert str(found.value) == f"pool: cannot serve at {tmp_path / path}: {why.format(root=tmp_path)}"
 
 
-def test_a_folder_that_somebody_else_locks_holds_no_start_up_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(listening, "_LOCKED_SECONDS", 0.05)
+def test_a_folder_that_somebody_else_locks_holds_no_start_up_for_ever(tmp_path):
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     with pytest.raises(StartError, match=f"another process has locked {tmp_path}"):
-        listen(tmp_path / "pool.sock")
+        listen(tmp_path / "pool.sock", lock_seconds=0.05)
     os.close(folder)
 
 

@@ -21,7 +21,6 @@ from tests.pool_rig import (
 )
 
 from kvtiers.api import StartError
-from kvtiers.pool import descriptor_store as store_module
 from kvtiers.pool import keeper_memory
 from kvtiers.pool import loan as loan_module
 from kvtiers.pool.arena import arena_name
@@ -420,11 +419,10 @@ def test_a_keeper_goes_on_without_its_service_manager(path, manager, start, capl
     hidden.rename(place)
 
 
-def test_a_service_manager_that_takes_nothing_is_waited_for_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(store_module, "_SECONDS", 0.05)
+def test_a_service_manager_that_takes_nothing_is_waited_for_once(tmp_path, caplog):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
-        store = DescriptorStore(str(tmp_path / "notify"))
+        store = DescriptorStore(str(tmp_path / "notify"), seconds=0.05)
         for _ in range(10_000):
             store.drop("kvtiers-rows")
         store.settle()

@@ -22,11 +22,13 @@ _SECONDS = 5.0  # what a service manager is waited for
 class DescriptorStore:
     """Descriptors that outlive this process, by name. ``address``: of the manager's socket; "": nothing is kept.
 
-    ``found``: what was kept by the process before this one. They are the taker's.
+    ``found``: what was kept by the process before this one. They are the taker's. ``seconds``: what the manager is
+    waited for.
     """
 
-    def __init__(self, address: str = "", found: Iterable[tuple[str, int]] = ()) -> None:
+    def __init__(self, address: str = "", found: Iterable[tuple[str, int]] = (), *, seconds: float = _SECONDS) -> None:
         self._address = address
+        self._seconds = seconds
         self.found: list[tuple[str, int]] = list(found)
 
     def is_ready(self) -> None:
@@ -51,7 +53,7 @@ class DescriptorStore:
             os.close(writer)
         waiting = select.poll()
         waiting.register(reader, 0)  # its last writer closes it
-        waiting.poll(1000 * _SECONDS)
+        waiting.poll(1000 * self._seconds)
         os.close(reader)
 
     def _send(self, message: str, fds: Sequence[int] = ()) -> None:
@@ -59,7 +61,7 @@ class DescriptorStore:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.settimeout(_SECONDS)
+                sock.settimeout(self._seconds)
                 sock.connect(self._address)
                 socket.send_fds(sock, [message.encode()], fds)
         except TimeoutError:  # it is not to be waited for again, by engines neither

@@ -87,7 +87,8 @@ class Keeper:
 
     ``parts``: how many engines there may be at a time. ``handover``: how many seconds an engine that has the memory of
     the keeper before this one has to bring it.
-    ``store``: has the memory of a keeper before this one, and is given this one's.
+    ``store``: has the memory of a keeper before this one, and is given this one's. ``look_seconds``: from one look at a
+    loan that nobody is known to hold to the next.
     """
 
     def __init__(
@@ -99,9 +100,11 @@ class Keeper:
         huge_pages: HugePages = "off",
         handover: float = HANDOVER_SECONDS,
         store: DescriptorStore | None = None,
+        look_seconds: float = _LOOK_SECONDS,
     ) -> None:
         self._listener = listener
         self._handover = handover
+        self._look_seconds = look_seconds
         self._memory = KeeperMemory(size, parts, huge_pages, KeptMemory(store or DescriptorStore()), self._wake)
         self._engines: dict[int, Peer] = {}
         """By part: who has it, or had it, and is not known to have it no longer."""
@@ -130,7 +133,7 @@ class Keeper:
             self._take_back()
             memory_from = time.monotonic() + self._handover
             while not self._stopping:
-                due = [_LOOK_SECONDS] if any(engine.has_left for engine in self._engines.values()) else []
+                due = [self._look_seconds] if any(engine.has_left for engine in self._engines.values()) else []
                 if memory.rows is None and memory.prefault is None:
                     if (left := memory_from - time.monotonic()) <= 0:
                         self._make_memory()

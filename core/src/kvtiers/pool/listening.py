@@ -21,14 +21,18 @@ _LOCKED_SECONDS = 5.0  # a keeper holds the lock for as long as it takes to bind
 _PAUSE_SECONDS = 0.005
 
 
-def listen(path: Path) -> socket.socket:
+def listen(path: Path, *, lock_seconds: float = _LOCKED_SECONDS) -> socket.socket:
     """Return the keeper's listening socket, in the place of one that a dead keeper left; StartError if that is alive.
 
-    Only processes of this user can connect to it.
+    Only processes of this user can connect to it. ``lock_seconds``: for how long another process may lock the
+    folder.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with _alone_in(path.parent), contextlib.closing(socket.socket(listener.family, listener.type)) as probe:
+        with (
+            _alone_in(path.parent, lock_seconds),
+            contextlib.closing(socket.socket(listener.family, listener.type)) as probe,
+        ):
             probe.setblocking(False)  # a keeper that is stopped answers nobody
             if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
                 path.unlink()
@@ -57,18 +61,18 @@ def _why_not(path: Path, error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path, seconds: float) -> Iterator[None]:
     """Wait until no other keeper is about to take a place in this folder; OSError if somebody else locks it."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        until = time.monotonic() + _LOCKED_SECONDS
+        until = time.monotonic() + seconds
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise OSError(f"another process has locked {folder} for {_LOCKED_SECONDS:g} s") from None
+                    raise OSError(f"another process has locked {folder} for {seconds:g} s") from None
                 time.sleep(_PAUSE_SECONDS)
         yield
     finally:
