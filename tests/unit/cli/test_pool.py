@@ -127,7 +127,7 @@ def test_a_folder_that_somebody_else_locks_holds_no_start_up_for_ever(tmp_path):
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     with pytest.raises(StartError, match=f"another process has locked {tmp_path}"):
-        listen(tmp_path / "pool.sock", lock_seconds=0.05)
+        listen(tmp_path / "pool.sock", locked=0.05)
     os.close(folder)
 
 

@@ -21,16 +21,16 @@ _LOCKED_SECONDS = 5.0  # a keeper holds the lock for as long as it takes to bind
 _PAUSE_SECONDS = 0.005
 
 
-def listen(path: Path, *, lock_seconds: float = _LOCKED_SECONDS) -> socket.socket:
+def listen(path: Path, *, locked: float = _LOCKED_SECONDS) -> socket.socket:
     """Return the keeper's listening socket, in the place of one that a dead keeper left; StartError if that is alive.
 
-    Only processes of this user can connect to it. ``lock_seconds``: for how long another process may lock the
-    folder.
+    Only processes of this user can connect to it. ``locked``: seconds for which another process may
+    lock the folder.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with (
-            _alone_in(path.parent, lock_seconds),
+            _alone_in(path.parent, locked),
             contextlib.closing(socket.socket(listener.family, listener.type)) as probe,
         ):
             probe.setblocking(False)  # a keeper that is stopped answers nobody
