@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 from functools import partial
 
 import numpy as np
@@ -405,6 +406,46 @@ def test_an_engine_that_brings_an_arena_with_parts_of_another_ones_is_refused(be
     one.store(chain(2, 20))
     wait_until(one.is_published, "it is not published")
     assert keeper.figures()["parts"][0]["arena"] == arena_name(LAYOUT)
+
+
+def test_while_an_engine_at_work_is_to_bring_its_arena_no_part_changes_arenas(begin, start):
+    """It may read what is in any of them, and another engine of its layout would take its place."""
+    keeper = begin()
+    late, others = start(LAYOUT, KEYS, look_seconds=1000), [start(OTHER, chain(2, 5)), start(OTHER)]
+    keeper = begin(handover=60)
+    figures_once(keeper, lambda parts: [part["engine_connected"] for part in parts[1:]] == [True, True])
+    for other in others:
+        other.close()
+    figures_once(keeper, lambda parts: not any(part["lent"] or part["checking"] for part in parts[1:]))
+    for layout in (LAYOUT, THIRD):
+        with pytest.raises(StartError, match="has its memory"):
+            start(layout, deadline=0.3, in_use_seconds=0.1)
+    assert start(OTHER).check() == 5
+    come_back(late)
+    assert late.loan.has_keeper
+    late.check()
+
+
+def test_a_part_that_gets_another_name_is_in_its_arena_all_the_while():
+    """A keeper that is killed between two lines leaves it there, and its engine's arena is known to be at work."""
+    shape = Shape(SIZE, LAYOUT.row_stride, PARTS)
+    index, names = Index.create(shape), []
+    index.rename(1, PREFIX)
+
+    def look(_frame, _event, _argument):
+        names.append(index.prefix(1)[1])
+        return look
+
+    sys.settrace(lambda frame, *_: look if frame.f_code is Index._name.__code__ else None)
+    try:
+        index.rename(1, "another/name/that/is/longer/than/the/first/")
+        index.rename(1, "short/")
+    finally:
+        sys.settrace(None)
+    assert len(names) > 10
+    assert all(names)
+    assert index.prefix(1)[1] == "short/"
+    index.close()
 
 
 @pytest.mark.parametrize(("part", "prefix"), [(0, PREFIX), (7, PREFIX), (1, "")])

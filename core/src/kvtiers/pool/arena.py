@@ -42,7 +42,11 @@ class Arena:
         if not all(map(shape.rows_of, range(parts))):
             raise StartError(f"it has no room for a row of {format_size(layout.row_stride)}; raise the keeper's --size")
         if not fds:
-            self.index, self.plane = Index.create(shape), Plane.create(shape)
+            with contextlib.ExitStack() as undo:
+                self.index = Index.create(shape)
+                undo.callback(self.index.close)
+                self.plane = Plane.create(shape)
+                undo.pop_all()
             return
         index, plane = fds
         with contextlib.ExitStack() as undo:

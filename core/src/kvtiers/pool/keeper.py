@@ -347,14 +347,17 @@ class Keeper:
         """Return the parts that an engine of this layout may have, or may have soon, as far as is known.
 
         Those of its arena that no engine has, and those of arenas of which no engine has any: what else is in an arena
-        is read by its engines. A part that is in no arena may be in one that an engine is about to bring.
+        is read by its engines. While an engine has a part of an arena that it is still to bring, that may be any of the
+        others', and a part that is in no arena may be in it.
         """
         memory, own = self._memory, self._memory.arena_for(layout)
         engines = {part: engine for part, engine in self._engines.items() if not (soon and engine.is_leaving)}
         at_work = {memory.arena_of(part) for part in engines}
         free = [part for part in range(memory.parts) if part not in engines and (soon or not memory.is_checking(part))]
         arenas = {part: memory.arena_of(part) for part in free}
-        return [part for part, arena in arenas.items() if arena not in at_work or (arena is own and own is not None)]
+        if None in at_work:
+            return [part for part, arena in arenas.items() if arena is own and own is not None]
+        return [part for part, arena in arenas.items() if arena is own or arena not in at_work]
 
     def _admit(self, peer: Peer) -> None:
         assert peer.hello is not None

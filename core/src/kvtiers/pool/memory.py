@@ -223,8 +223,9 @@ class Index(_Words):
     def _name(self, part: int, name: bytes) -> None:
         at = _PARTS_AT + part * _PART_BYTES
         self.clear(part)
-        times, _ = _PART.unpack_from(self._view, at)
-        _PART.pack_into(self._view, at, times + 1, 0)
+        times, length = _PART.unpack_from(self._view, at)
+        # It is never without a name meanwhile: a keeper that is killed here leaves the part in its arena.
+        _PART.pack_into(self._view, at, times + 1, length)
         self._view[at + _PART.size : at + _PART.size + len(name)] = name
         _PART.pack_into(self._view, at, times + 1, len(name))
         self._count_change()
