@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: left out by `make test`")  # also where other settings are in force
     # What an engine has logged is in ``caplog`` when it has been closed, and the thread that writes it has ended, also
     # on a machine so busy that this takes more than the second for which an engine's end waits.
-    QueuedLogs.close.__defaults__ = (60.0,)
+    QueuedLogs.seconds = 60.0
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers that -m names

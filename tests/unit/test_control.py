@@ -37,17 +37,17 @@ GOLDEN = [
 ]
 
 
-@pytest.fixture
-def serve(monkeypatch):
-    """Take commands as an engine would until the test ends; a client's may come as late as a busy machine lets them.
+UNSEEN = "kvtiers-unseen-"
+"""No command that asks all engines of the machine, as other tests run them, finds these sockets."""
 
-    No command that asks all engines of the machine, as other tests run them, finds these sockets.
-    """
-    monkeypatch.setattr("kvtiers.control.SOCKET_PREFIX", "kvtiers-unseen-")
+
+@pytest.fixture
+def serve():
+    """Take commands as an engine would until the test ends; a client's may come as late as a busy machine lets them."""
     sockets = []
 
     def serve(actions, read_seconds=60.0):
-        sockets.append(ControlSocket(actions, read_seconds=read_seconds))
+        sockets.append(ControlSocket(actions, read_seconds=read_seconds, prefix=UNSEEN))
         return sockets[-1]
 
     yield serve
@@ -327,9 +327,8 @@ def test_a_hundred_clients_at_once_are_all_answered(stepping):
 
 
 @pytest.mark.parametrize("busy_seconds", [0, 0.2])
-def test_no_thread_or_socket_is_left_of_a_socket_that_was_closed(busy_seconds, monkeypatch):
+def test_no_thread_or_socket_is_left_of_a_socket_that_was_closed(busy_seconds):
     """Also while it looks after the tiers, which takes a moment more."""
-    monkeypatch.setattr("kvtiers.control.SOCKET_PREFIX", "kvtiers-unseen-")
     begun = threading.Event()
 
     def tend():
@@ -337,7 +336,7 @@ def test_no_thread_or_socket_is_left_of_a_socket_that_was_closed(busy_seconds, m
         time.sleep(busy_seconds)
 
     before = set(threading.enumerate())
-    control = ControlSocket({}, tend=tend)
+    control = ControlSocket({}, tend=tend, prefix=UNSEEN)
     assert begun.wait(60)
     control.close()
     assert set(threading.enumerate()) <= before
@@ -364,10 +363,9 @@ def test_no_thread_is_left_of_a_command_that_is_being_answered(serve):
         assert json.loads(client.recv(1 << 16))["text"] == "done"
 
 
-def test_closing_does_not_wait_long_for_tiers_that_hang(monkeypatch):
-    monkeypatch.setattr("kvtiers.control.SOCKET_PREFIX", "kvtiers-unseen-")
+def test_closing_does_not_wait_long_for_tiers_that_hang():
     begun, goes_on = threading.Event(), threading.Event()
-    control = ControlSocket({}, tend=lambda: begun.set() or goes_on.wait())
+    control = ControlSocket({}, tend=lambda: begun.set() or goes_on.wait(), prefix=UNSEEN)
     try:
         assert begun.wait(60)
         control.close()

@@ -32,7 +32,6 @@ LOGGERS = (
 _MOST_WAITING = 1_000
 # With its prefix less than the 4,096 bytes of room from which on a pipe polls as writable (PIPE_BUF of pipe(7)).
 _LONGEST_LINE = 3_500
-_CLOSE_SECONDS = 1.0
 _EXIT_SECONDS = 2.0
 _QUEUED = "kvtiers_was_queued"
 _REACHED = "kvtiers_reached"
@@ -172,18 +171,20 @@ class _LogQueue(logging.Filter):
 
 
 class QueuedLogs:
-    """One user of the queue, until ``close``."""
+    """One user of the queue, until ``close``. ``seconds``: how long the last one's end waits for lines."""
+
+    seconds = 1.0
 
     def __init__(self) -> None:
         self._is_open = True
         self._pid = os.getpid()
         _log_queue.enter()
 
-    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """End the use; if it was the last, wait up to ``seconds`` for the lines that wait. May be called again."""
+    def close(self, seconds: float | None = None) -> None:
+        """End the use; if it was the last, wait for the lines that wait, up to ``seconds``. May be called again."""
         if self._is_open and self._pid == os.getpid():  # a forked child has no use of it: the queue starts again there
             self._is_open = False
-            _log_queue.leave(seconds)
+            _log_queue.leave(self.seconds if seconds is None else seconds)
 
 
 def queue_logs() -> QueuedLogs:

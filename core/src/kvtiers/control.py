@@ -160,7 +160,8 @@ class ControlSocket:
 
     ``actions``: by their names, called on a thread of the connection's own. ``tend``: called about once a second.
     ``on_close``: called by ``close``. ``latest``: where the latest commands are noted, for an action that shows them.
-    ``read_seconds``: for a client to send its command, and to take its answer.
+    ``read_seconds``: for a client to send its command, and to take its answer. ``prefix``: of the socket's name; no
+    command that asks all engines finds another one.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class ControlSocket:
         on_close: Callable[[], None] = lambda: None,
         latest: deque[dict[str, Any]] | None = None,
         read_seconds: float = _READ_SECONDS,
+        prefix: str = SOCKET_PREFIX,
     ) -> None:
         self._actions = actions
         self._read_seconds = read_seconds
@@ -182,7 +184,7 @@ class ControlSocket:
         self._commands = threading.BoundedSemaphore(_COMMANDS)
         self.latest: deque[dict[str, Any]] = deque(maxlen=REMEMBERED) if latest is None else latest
         """The latest commands: when (seconds since the epoch), uid and pid of its sender, what, and what came of it."""
-        self.name = f"{SOCKET_PREFIX}{os.getpid()}-{_process}-{next(_numbers)}"
+        self.name = f"{prefix}{os.getpid()}-{_process}-{next(_numbers)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(_BACKLOG)

@@ -211,7 +211,7 @@ def populate_with(tmp_path):
         return (
             "os.environ['KVTIERS_TEST_POPULATE'] = populate.__file__\n"
             f"prefault.Prefault.program = Path({str(program)!r})\n"
-            "populate.PIECE_BYTES = 1 << 20\n"
+            "prefault.Prefault.piece_bytes = 1 << 20\n"
         )
 
     return make

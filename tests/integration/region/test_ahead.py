@@ -13,7 +13,7 @@ ROW = 36 << 10
 def window(machine, rows, ahead, options=""):
     """A manager whose pre-fault program keeps ``ahead`` rows ready, in pieces of 1 MiB."""
     manager = machine.party()
-    manager.do("populate.PIECE_BYTES = 1 << 20\ncache = layout()")
+    manager.do("prefault.Prefault.piece_bytes = 1 << 20\ncache = layout()")
     how = f"prefault_window={ahead} * cache.row_stride{options}"
     manager.do(f"region = SharedOffloadRegion.create(engine_id, cache, {rows} * cache.row_stride, {how})")
     return manager
@@ -42,7 +42,7 @@ def test_a_window_as_large_as_the_region_is_all_of_it(machine):
 def test_a_primary_of_512_gib_takes_no_more_memory_than_its_window(machine):
     manager = machine.party()
     manager.do(
-        "populate.PIECE_BYTES = 1 << 20\n"
+        "prefault.Prefault.piece_bytes = 1 << 20\n"
         "from kvtiers.region import region as of_regions\n"
         "of_regions.memory_problem = lambda nbytes: None\n"  # this machine has less: it is never touched
         "cache = layout()\n"

@@ -77,7 +77,7 @@ def test_a_forked_worker_holds_nothing_of_it(machine):
 
 def test_what_is_wanted_later_is_populated_by_fewer_threads_that_give_way(machine):
     manager = machine.party()
-    manager.do("populate.PIECE_BYTES = 1 << 20\ncache = layout()")
+    manager.do("prefault.Prefault.piece_bytes = 1 << 20\ncache = layout()")
     manager.do("region = SharedOffloadRegion.create(engine_id, cache, 64 << 20, prefault_window=8 << 20)")
     rank = machine.rank()
     rank.do("wait_for(join, lambda s: s.populated_rows * join.row_stride >= (8 << 20) - join.row_stride)")

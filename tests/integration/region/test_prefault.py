@@ -8,7 +8,7 @@ ALLOCATED = "os.fstat(region.fd).st_blocks * 512"
 @pytest.mark.parametrize("advice", [23, 9999], ids=["MADV_POPULATE_WRITE", "refused by the kernel (EINVAL)"])
 def test_every_page_is_there_when_prefault_has_ended_and_it_goes_in_row_order(machine, advice):
     manager = machine.party()
-    manager.do(f"populate.MADV_POPULATE_WRITE = {advice}\npopulate.PIECE_BYTES = 1 << 20\ncache = layout()")
+    manager.do(f"populate.MADV_POPULATE_WRITE = {advice}\nprefault.Prefault.piece_bytes = 1 << 20\ncache = layout()")
     manager.do("region = SharedOffloadRegion.create(engine_id, cache, 1000 * cache.row_stride)")
     rank = machine.rank()
     rank.do("seen = []\nwait_for(join, lambda s: seen.append(s.populated_rows) or s.prefault_ended)")
@@ -24,7 +24,7 @@ def test_every_page_is_there_when_prefault_has_ended_and_it_goes_in_row_order(ma
 @pytest.mark.parametrize("advice", [23, 9999], ids=["MADV_POPULATE_WRITE", "refused by the kernel (EINVAL)"])
 def test_prefault_never_changes_a_byte_that_a_rank_has_written(machine, advice):
     manager = machine.party()
-    manager.do(f"populate.MADV_POPULATE_WRITE = {advice}\npopulate.PIECE_BYTES = 1 << 20\ncache = layout()")
+    manager.do(f"populate.MADV_POPULATE_WRITE = {advice}\nprefault.Prefault.piece_bytes = 1 << 20\ncache = layout()")
     manager.do("region = SharedOffloadRegion.create(engine_id, cache, 3000 * cache.row_stride)")
     rank = machine.rank()
     rank.do(

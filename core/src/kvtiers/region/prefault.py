@@ -29,9 +29,11 @@ class Prefault:
     ``wanted``: bytes from the region's start that it populates at first; ``want`` asks for more.
     ``populated``: bytes from the region's start. ``ended``: no more progress will come. ``error``: the memory is not
     there (an engine that used it would be killed); "" if the program was merely ended early, which costs speed only.
+    ``piece_bytes``: populated by a thread at a stretch, a huge page at least.
     """
 
     program = Path(populate.__file__)
+    piece_bytes = populate.PIECE_BYTES
 
     def __init__(self, fd: int, nbytes: int, page_bytes: int, wanted: int | None = None) -> None:
         self.nbytes = nbytes
@@ -46,7 +48,7 @@ class Prefault:
         self._oom_kills = oom_kills()
         self._unread = b""
         threads = min(_THREADS, os.cpu_count() or 1)
-        piece_bytes = max(populate.PIECE_BYTES, page_bytes)
+        piece_bytes = max(self.piece_bytes, page_bytes)
         collapse = populate.MADV_COLLAPSE if page_bytes == mmap.PAGESIZE else 0
         numbers = (os.getpid(), nbytes, piece_bytes, threads, populate.MADV_POPULATE_WRITE, collapse, self.wanted)
         self._memory = os.dup(fd)
