@@ -15,8 +15,10 @@ An entry counts while its edition is the plane's. The engine raises a row's edit
 writer, before a byte of it changes, so that no message is needed to make an entry void, and a process that is killed
 in whatever instruction leaves no entry that counts for bytes which may have changed. The keeper hashes a row that it
 is told of, looks at the edition again, and only then writes the entry: its edition last, after zero, which never
-counts. Words are 32 or 64 bits, and are read and written at once; processors that show stores out of order (not x86)
-have a system call between the two sides' steps.
+counts. Words are 32 or 64 bits, and are read and written at once. Where processors show stores out of order (not x86)
+a barrier stands between raising an edition and looking at pins. None stands between an entry's body and its edition:
+there a reader may see an older body, whose key is in the hash that it checks, and takes the chunk for damaged. That was
+read, not run.
 """
 
 import fcntl
