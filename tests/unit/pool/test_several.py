@@ -81,6 +81,18 @@ def test_what_nobody_reads_any_more_is_given_back(start):
     assert (pins(one), other.tier.chunks, other.tier.pinned_rows) == (0, 0, 0)
 
 
+def test_an_engine_borrows_half_as_many_rows_as_it_has_at_a_time(start):
+    one, other, keys = start(), start(), chain(1, 80)
+    stored(one, keys)
+    wait_until(lambda: keys[-1] in other.loan._neighbours.places, "it is not followed")
+    other.await_checks(keys[:50])
+    assert other.tier.ready_run(keys) == 50
+    assert pins(one) == 50
+    assert other.load(keys) == 50
+    other.await_checks(keys[50:])
+    assert other.load(keys[50:]) == 30
+
+
 def test_a_row_that_another_engine_reads_is_not_written_to(start):
     one, other = start(), start()
     stored(one, chain(1, 100))
