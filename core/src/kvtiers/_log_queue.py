@@ -32,6 +32,7 @@ LOGGERS = (
 _MOST_WAITING = 1_000
 # With its prefix less than the 4,096 bytes of room from which on a pipe polls as writable (PIPE_BUF of pipe(7)).
 _LONGEST_LINE = 3_500
+_CLOSE_SECONDS = 1.0
 _EXIT_SECONDS = 2.0
 _QUEUED = "kvtiers_was_queued"
 _REACHED = "kvtiers_reached"
@@ -173,7 +174,7 @@ class _LogQueue(logging.Filter):
 class QueuedLogs:
     """One user of the queue, until ``close``. ``seconds``: how long the last one's end waits for lines."""
 
-    seconds = 1.0
+    seconds = _CLOSE_SECONDS
 
     def __init__(self) -> None:
         self._is_open = True
