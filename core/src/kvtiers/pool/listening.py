@@ -24,8 +24,8 @@ _PAUSE_SECONDS = 0.005
 def listen(path: Path, *, locked: float = _LOCKED_SECONDS) -> socket.socket:
     """Return the keeper's listening socket, in the place of one that a dead keeper left; StartError if that is alive.
 
-    Only processes of this user can connect to it. ``locked``: seconds for which another process may
-    lock the folder.
+    Only processes of this user can connect to it. ``locked``: seconds for which another process may lock
+    the folder.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

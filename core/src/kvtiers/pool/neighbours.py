@@ -6,7 +6,6 @@ model, layout or other weights, are none of these.
 """
 
 import logging
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,12 @@ from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.pool.barrier import MemoryBarrier
 from kvtiers.pool.chunk_hash import ChunkHash
 from kvtiers.pool.memory import Index, Plane, Shape
+from kvtiers.region.limits import usable_processors
 
 __all__ = ["Checked", "Neighbours", "Place"]
 
 _log = logging.getLogger("kvtiers.pool")
-_THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
+_LEAST_THREADS, _MOST_THREADS = 2, 8
 _PIECE_ROWS = 16  # hashed by a thread at a stretch
 
 
@@ -116,7 +116,8 @@ class Neighbours:
         self._sound: dict[int, int] = {}
         self._damaged: set[Place] = set()
         self._checked: deque[Checked] = deque()
-        self._hashing = ThreadPoolExecutor(_THREADS, "kvtiers-pool-check")
+        threads = max(_LEAST_THREADS, min(_MOST_THREADS, int(usable_processors()) // 2))
+        self._hashing = ThreadPoolExecutor(threads, "kvtiers-pool-check")
         self.rename(prefix)
 
     @property
