@@ -100,8 +100,9 @@ def _primary_of(extra: Mapping[str, Any]) -> tuple[str, int]:
         from kvtiers.config import load_config
 
         primary = load_config(given).primary
-        # Huge pages are counted apart.
-        return "primary.capacity", primary.capacity if primary.huge_pages == "off" else 0
+        # Huge pages are counted apart; with a pool this memory is taken only where the pool is not to be had.
+        is_sure = primary.huge_pages == "off" and primary.pool is None
+        return "primary.capacity", primary.capacity if is_sure else 0
     return "cpu_bytes_to_use", int(extra.get("cpu_bytes_to_use") or 0) if tier_names(extra) else 0
 
 

@@ -71,6 +71,12 @@ def test_huge_pages_are_not_counted_as_other_memory():
     refuse_large_primary(config)
 
 
+def test_an_engine_of_a_pool_does_not_need_memory_of_its_own_beside_it():
+    config = made()
+    config.kv_transfer_config.kv_connector_extra_config["kvtiers_config"]["primary"]["pool"] = "/run/pool.sock"
+    refuse_large_primary(config)
+
+
 def own_tiering(nbytes, *types, engines=1):
     """vLLM's config of its own tiering, with secondary tiers of these types."""
     extra = {"cpu_bytes_to_use": nbytes, "secondary_tiers": [{"type": name} for name in types]}
