@@ -10,6 +10,7 @@ measured here; those of the burst, the restart and the store are fixed seconds, 
     python vllm_gpu.py --model FOLDER --quick         the scenes that have goals, some 8 minutes
     python vllm_gpu.py --model FOLDER --chat          48 conversations, closed loop, some 10 minutes
     python vllm_gpu.py --model FOLDER --pool          restarts in a pool, and its throughput: some 5 minutes
+    python vllm_gpu.py --model FOLDER --pool-starts   starts with a pool of 64 GiB: some 4 minutes
     python vllm_gpu.py --model FOLDER --windows       FOLDER is `gemma-3-shape/`: some 9 minutes
     python vllm_gpu.py --model FOLDER --states        FOLDER is `qwen-3.5-shape/`: some 8 minutes
     python vllm_gpu.py --page RESULTS.json out.html   the page with plots of earlier runs
@@ -135,10 +136,11 @@ STATES = [
     Run("stack_fs", "restart,store,tokens", store="ours"),
     Run("tiering_fs", "check,tokens,burst,fill", store="theirs"),
     Run("tiering_fs", "restart,store,tokens", store="theirs"),
-    Run("none", "check,tokens,burst", 1, mtp=2),
-    Run("stack_fs", "check,tokens,burst", store="ours-mtp", mtp=2),
-    Run("stack_fs", "restart,tokens", store="ours-mtp", mtp=2),
-    Run("tiering_fs", "check,tokens,burst", store="theirs-mtp", mtp=2),
+    Run("none", "check,tokens,burst,store", 1, mtp=2),
+    Run("stack_fs", "check,tokens,burst,fill", store="ours-mtp", mtp=2),
+    Run("stack_fs", "restart,store,tokens", store="ours-mtp", mtp=2),
+    Run("tiering_fs", "check,tokens,burst,fill", store="theirs-mtp", mtp=2),
+    Run("tiering_fs", "restart,store,tokens", store="theirs-mtp", mtp=2),
     Run("stack_fs", "restart,store,tokens", store="ours"),
 ]
 """The last one: the restart once more; its store is kept until then."""
@@ -174,9 +176,17 @@ POOL = [
 """Over one keeper of the primary's size: it holds the burst of 24 GiB whole. Restarts of engines that have captured
 their decode steps, as servers have, and of one that has not, whose first steps load kernels beside the copies. The
 throughputs in turns, in a full pool."""
+POOL_STARTS = [
+    Run("none", "startup", 1, gpu_gib=48),
+    Run("pool", "startup,fill_pool", 64, gpu_gib=48, killed=True),
+    Run("none", "startup", 1, gpu_gib=48),
+    *(3 * [Run("pool", "restart", 64, gpu_gib=48, killed=True)]),
+    Run("pool", "restart", 64),
+]
+"""A pool of 64 GiB beside no connector: starts, and what a killed engine's end takes; ``STARTUP=5`` is long enough."""
 LISTS = {
     "restarts": RESTARTS, "windows": WINDOWS, "states": STATES, "chat": CHAT, "throughputs": THROUGHPUTS,
-    "quick": QUICK, "against": PAIRS, "pool": POOL,
+    "quick": QUICK, "against": PAIRS, "pool": POOL, "pool_starts": POOL_STARTS,
 }  # fmt: skip
 """By the option that asks for it."""
 
@@ -403,6 +413,14 @@ def pool_goals(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {"name": f"restart + burst from a pool{kind}: share that hits", "value": round(share, 3), "goal": 0.99,
              "met": share >= 0.99},
         ]  # fmt: skip
+    bare, pooled = (
+        [one["s"] for one in results if (one["mode"], one["scene"]) == (mode, "start") and one.get("gpu_gib")]
+        for mode in ("none", "pool")
+    )
+    if bare and pooled:
+        more = round(statistics.median(pooled) - statistics.median(bare), 2)
+        found.append({"name": "engine's start in a pool, longer than without a connector (s)", "value": more,
+                      "goal": 0.1, "met": more <= 0.1})  # fmt: skip
     own, pooled = (
         [s for one in results if (one["mode"], one["scene"]) == (mode, "throughput") for s in one["s"]]
         for mode in ("stack", "pool")
@@ -593,7 +611,8 @@ def draw(options: argparse.Namespace) -> None:
 def play_all(runs: list[Run], options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Run one engine after the other, within the budget, and write what is found after each."""
     stores = Path(tempfile.mkdtemp(prefix="kvtiers-bench-", dir=options.stores))
-    keeper = Keeper(POOL[0].primary, stores) if options.pool else None
+    in_pool = [run.primary for run in runs if run.mode == "pool"]
+    keeper = Keeper(in_pool[0], stores) if in_pool else None
     end = time.monotonic() + 60 * options.budget
     try:
         for number, run in enumerate(runs):
@@ -628,6 +647,7 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true", help="conversations in a closed loop, and after a restart")
     parser.add_argument("--throughputs", action="store_true", help="no-hit throughput of four engines in turns")
     parser.add_argument("--pool", action="store_true", help="restarts and throughput in a pool of CPU memory")
+    parser.add_argument("--pool-starts", action="store_true", help="starts with a pool of 64 GiB, beside no connector")
     parser.add_argument("--only", default="", help="runs by number, as 0,2,5: a part of the quick or the full list")
     parser.add_argument("--warm", action="store_true", help="this machine has run an engine before: no warm-up")
     parser.add_argument("--stores", default="/dev/shm", help="where stores are made (default: %(default)s)")
