@@ -77,6 +77,7 @@ class PoolEngine:
         stride = layout.row_stride
         self._mapping = map_memory(self._rows, self.loan.nbytes, self.loan.num_rows * stride)
         self.tier = PooledPrimaryTier(self.loan, stride, self._mapping.view, policy=policy)
+        self._left = []
 
     def row(self, row):
         at = row * self.tier.row_stride
@@ -137,8 +138,21 @@ class PoolEngine:
         rows = [row for row in self.tier._row_of.values() if row in self.loan.own and state[row] >= 0]
         return all(has[row] == now[row] for row in rows)
 
+    def read_left(self):
+        """Read some of what other engines have left, as a job does that writes it to a tier."""
+        self._left += self.tier.take_left()
+        keys = self.tier.to_offer(self._left[-16:])
+        if keys and (rows := self.tier.prepare_read(keys)) is None:
+            return  # they are not checked yet
+        if keys:
+            self.compare(keys, rows)
+            self.tier.complete_read(rows)
+        del self._left[-16:]
+
     def live(self, chance):
-        """Do one thing that an engine does."""
+        """Do one thing that an engine does, and write down what others have left."""
+        self.tier.poll()
+        self.read_left()
         keys = chain(chance.randrange(60), chance.randrange(20, 90))
         what = chance.random()
         if what < 0.005:

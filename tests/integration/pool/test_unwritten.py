@@ -1,4 +1,4 @@
-"""Engines that are killed before their tiers have all of their chunks: the next one of the pool writes the rest."""
+"""Engines killed before their tiers have all of their chunks: a neighbour or the next one writes the rest."""
 
 import contextlib
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.integration.pool.test_engines import config, load, running, step_until, store
 from tests.pool_rig import KeeperThread, chain, wait_until
+
+from kvtiers.primary.pooled import PooledPrimaryTier
 
 _ROOT = Path(__file__).parents[3]
 PROMPTS = [chain(number, 8) for number in range(16)]
@@ -30,6 +32,14 @@ def keeper(tmp_path, request):
         if parts > 1:
             stack.enter_context(running(config(keeper)))
         yield keeper
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A keeper for three engines."""
+    keeper = KeeperThread(tmp_path / "pool.sock", 3 << 20, parts=3)
+    yield keeper
+    keeper.stop()
 
 
 @pytest.fixture
@@ -82,7 +92,7 @@ def test_what_a_killed_engine_had_not_written_the_next_one_writes_and_nothing_el
     caplog.set_level(logging.INFO, "kvtiers.tiering")
     before = leave_unwritten(keeper, tier)
     with running(config(keeper, tier)) as engine:
-        step_until(engine[0], lambda: any("of the chunks from before" in line for line in caplog.messages))
+        step_until(engine[0], lambda: any("of the chunks that ended engines left" in line for line in caplog.messages))
         assert engine[0].stats()["tiers"]["fs"]["stored_chunks"] == CHUNKS - len(before)
         for keys in PROMPTS:
             load(*engine, keys)
@@ -129,3 +139,61 @@ def test_what_leaves_the_next_engine_is_in_a_tier_that_takes_it_late(keeper, tie
             store(*engine, chain(number, 8))
         assert engine[0].stats()["engine"]["dropped_dirty"] == 0
     check_tier(tier)
+
+
+def test_what_a_killed_engine_had_not_written_one_of_its_neighbours_writes_without_a_next_engine(large, tier):
+    with running(config(large, tier)) as one, running(config(large, tier)) as other:
+        before = leave_unwritten(large, tier)
+        step_both(one, other, lambda: len(written(tier)) == CHUNKS)
+        step_both(one, other, lambda: not any(pinned(engine) for engine in (one, other)))
+        stats = [engine[0].stats()["tiers"]["fs"] for engine in (one, other)]
+        assert sorted(each["stored_chunks"] for each in stats) == [0, CHUNKS - len(before)]
+        assert [each["loaded_chunks"] for each in stats] == [0, 0]
+        check_misuse(one, other)
+    assert before.items() <= written(tier).items(), "what the tier had was written again"
+    check_tier(tier)
+
+
+@pytest.mark.parametrize("when", [0, 30, 90])
+def test_a_neighbour_that_is_killed_while_it_writes_leaves_the_rest_to_another_one(large, tier, monkeypatch, when):
+    with running(config(large, tier)) as last:
+        with engine_process(large, tier), monkeypatch.context() as patched:
+            patched.setattr(PooledPrimaryTier, "take_left", lambda primary: [])
+            begun = len(leave_unwritten(large, tier))
+            wait_until(lambda: len(written(tier)) > begun + when, "nobody writes")
+        assert len(written(tier)) < CHUNKS
+        step_until(last[0], lambda: len(written(tier)) == CHUNKS)
+        check_misuse(last)
+    check_tier(tier)
+
+
+def test_an_engine_that_gets_the_part_while_a_neighbour_writes_what_is_in_it_does_the_rest(large, tier):
+    with running(config(large, tier)) as neighbour:
+        begun = len(leave_unwritten(large, tier))
+        step_until(neighbour[0], lambda: len(written(tier)) > begun)
+        with running(config(large, tier)) as owner:
+            assert owner[0].stats()["primary"]["evictable_rows"] == CHUNKS
+            step_until(owner[0], lambda: len(written(tier)) == CHUNKS)
+            step_until(neighbour[0], lambda: not pinned(neighbour))
+            stored = [engine[0].stats()["tiers"]["fs"]["stored_chunks"] for engine in (neighbour, owner)]
+            assert min(stored) > 0
+            assert sum(stored) <= CHUNKS - begun + 16, "more was written twice than a job that was in flight"
+            check_misuse(neighbour, owner)
+    check_tier(tier)
+
+
+def step_both(one, other, done):
+    def stepped():
+        other[0].on_schedule_end()
+        return done()
+
+    step_until(one[0], stepped)
+
+
+def pinned(engine):
+    return engine[0].stats()["primary"]["pinned_rows"]
+
+
+def check_misuse(*engines):
+    for manager, *_ in engines:
+        assert manager.stats()["engine"]["misuse"] == manager.stats()["primary"]["misuse"] == 0

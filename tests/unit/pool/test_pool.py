@@ -556,10 +556,10 @@ def test_an_entry_counts_with_its_edition_alone():
     index.write(4, plane.edition(4) + 1, b"four-", b"4" * 16)
     index.write(5, 0, b"five-", b"5" * 16)
     plane.use([3])
-    assert list(residents(index, plane)) == [([b"three-"], [3])]
+    assert list(residents(index, plane, plane.own)) == [([b"three-"], [3])]
     assert index.digest(3) == b"3" * 16
     plane.renew([3])
-    assert list(residents(index, plane)) == []
+    assert list(residents(index, plane, plane.own)) == []
     index.close()
 
 

@@ -419,6 +419,116 @@ def test_a_borrowed_chunk_is_its_owners_to_write_to_a_tier(start):
     sees(other, KEYS)
     assert other.load(KEYS[:10]) == 10
     rows = other.tier.prepare_load(KEYS[:10], "a request")
-    assert one.tier.own(KEYS) == KEYS
-    assert other.tier.own([*KEYS, *chain(2, 5)]) == chain(2, 5)
+    assert one.tier.to_offer(KEYS) == KEYS
+    assert other.tier.to_offer([*KEYS, *chain(2, 5)]) == chain(2, 5)
     other.tier.complete_load(rows)
+
+
+@pytest.fixture
+def left(path):
+    """What an engine has left that has ended, beside two neighbours, which are ready to write it."""
+    keeper = KeeperThread(path, 3 * 100 * LAYOUT.row_stride, parts=3)
+    one, *others = (PoolEngine(path) for _ in range(3))
+    stored(one, KEYS)
+    for other in others:
+        assert other.tier.take_left() == []
+        wait_until(lambda other=other: KEYS[-1] in other.loan._neighbours.places, "it is not followed")
+    one.close()
+    yield others
+    for other in others:
+        other.close()
+    keeper.stop()
+
+
+def taken(engines):
+    """Wait until one of these engines is to offer something; return it, what that is, and the others."""
+    found = []
+    wait_until(lambda: found.extend((at, keys) for at in engines if (keys := at.tier.take_left())) or found, "left")
+    ((taker, keys),) = found
+    return taker, keys, [engine for engine in engines if engine is not taker]
+
+
+def looked(engine):
+    """Have an engine look for what others have left once more."""
+    looks, look = [], engine.loan._neighbours.look_for_orphans
+    engine.loan._neighbours.look_for_orphans = lambda loan: looks.append(look(loan))
+    wait_until(lambda: len(looks) > 1, "it does not look")
+
+
+def test_what_an_engine_left_is_one_neighbours_to_offer_until_that_has_ended_too(left):
+    taker, keys, (other,) = taken(left)
+    assert keys == KEYS
+    looked(other)
+    assert (other.tier.take_left(), other.tier.to_offer(KEYS)) == ([], [])
+    assert taker.tier.to_offer(KEYS) == KEYS
+    taker.close()
+    left.remove(taker)
+    assert taken(left)[1] == KEYS
+
+
+def test_the_next_engine_of_a_part_offers_what_is_in_it_itself(path, left):
+    taker, _, _ = taken(left)
+    owner = PoolEngine(path)
+    left.append(owner)
+    assert owner.tier.to_offer(KEYS) == KEYS
+    wait_until(lambda: not taker.tier.to_offer(KEYS), "it is not seen")
+    left.remove(owner)
+    owner.close()
+    assert taken(left)[1] == KEYS, "by whichever"
+
+
+def test_a_row_that_a_store_job_reads_is_not_written_to_by_its_next_engine(path, left):
+    taker, _, _ = taken(left)
+    assert taker.tier.prepare_read(KEYS) is None, "before a check"
+    taker.await_checks(KEYS)
+    rows = taker.tier.prepare_read(KEYS)
+    owner = PoolEngine(path)
+    left.append(owner)
+    for prompt in range(2, 12):
+        owner.store(chain(prompt, 30))
+        owner.tier.release_expired(0)
+    taker.compare(KEYS, rows)
+    taker.tier.complete_read(rows)
+    assert not owner.loan._plane.pinned(rows)
+    owner.tier.release_expired(0)
+    stored(owner, chain(12, 100))
+    assert owner.load(chain(12, 100)) == 100
+
+
+def test_a_chunk_that_was_left_and_is_damaged_is_not_offered(left):
+    left[0].row(3)[7] ^= 1
+    taker, _, _ = taken(left)
+    assert taker.tier.prepare_read(KEYS) is None
+    assert taker.tier.to_offer(KEYS) == KEYS, "it is not known yet"
+    taker.await_checks(KEYS)
+    assert taker.tier.to_offer(KEYS) == KEYS[:3] + KEYS[4:]
+
+
+def test_what_the_keeper_publishes_after_an_engines_end_is_taken_in_too(path):
+    keeper = KeeperThread(path, SIZE, parts=2)
+    one, other = PoolEngine(path), PoolEngine(path)
+    stored(one, KEYS)
+    other.tier.take_left()
+    wait_until(lambda: KEYS[-1] in other.loan._neighbours.places, "it is not followed")
+    index, (row,) = keeper.keeper._memory.arenas[0].index, one.rows_of(KEYS[:1])
+    digest, edition = index.digest(row), one.loan._plane.edition(row)
+    index.void(row)
+    wait_until(lambda: KEYS[0] not in other.loan._neighbours.places, "it is not followed")
+    one.close()
+    assert taken([other])[1] == KEYS[1:]
+    index.write(row, edition, KEYS[0], digest)
+    assert taken([other])[1] == KEYS[:1]
+    other.close()
+    keeper.stop()
+
+
+def test_what_an_engine_of_other_weights_left_is_nobodys_to_offer(path):
+    keeper = KeeperThread(path, SIZE, parts=2)
+    one, other = PoolEngine(path), PoolEngine(path, prefix=PREFIX.replace("default", "other"))
+    stored(one, KEYS)
+    other.tier.take_left()
+    one.close()
+    looked(other)
+    assert other.tier.take_left() == []
+    other.close()
+    keeper.stop()

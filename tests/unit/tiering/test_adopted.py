@@ -336,3 +336,39 @@ def test_after_a_shutdown_nothing_begins():
     bench.manager.shutdown(1.0)
     steps(bench, 10)
     assert not written(bench)
+
+
+def leaving(bench, *left):
+    """Have neighbours leave these chunks, one after the other."""
+    left = list(left)
+    bench.primary.take_left = lambda: left.pop(0) if left else []
+
+
+def test_what_a_neighbour_leaves_is_offered_to_the_tiers_that_take_all_of_it():
+    second, late = ({"admission": rule} for rule in ("second_access", "on_eviction"))
+    bench = adopting(has=KEYS, tiers={"a": {}, "second": second, "late": late, "never": {"read_only": True}})
+    steps(bench)
+    asked = [len(tier.asked) for tier in bench.tier.values()]
+    bench.tier["a"].values.clear()
+    leaving(bench, KEYS[:10], KEYS[20:30])
+    steps(bench)
+    assert sorted(written(bench)) == sorted(KEYS[:10] + KEYS[20:30])
+    assert [len(tier.asked) for tier in bench.tier.values()][1:] == asked[1:]
+
+
+def test_what_a_neighbour_leaves_is_not_taken_where_no_tier_is_to_have_it():
+    bench = adopting(admission="second_access")
+    bench.primary.take_left = None
+    steps(bench)
+
+
+def test_what_is_left_while_a_job_is_in_flight_waits_for_its_end_too():
+    bench = adopting(hold=True)
+    steps(bench, 3)
+    leaving(bench, KEYS[:10])
+    steps(bench)
+    assert len(bench.tier["a"].stores) == 1
+    bench.tier["a"].hold = False
+    bench.tier["a"].end_all()
+    steps(bench, 1200)
+    assert sorted(written(bench)) == KEYS

@@ -292,7 +292,7 @@ class PoolLoan:
 
     def residents(self) -> Iterator[tuple[list[OffloadKey], list[int]]]:
         """Yield the chunks that are there, with their rows, as ``memory.residents`` says."""
-        return residents(self._index, self._plane)
+        return residents(self._index, self._plane, self.own)
 
     def renew(self, rows: Sequence[int]) -> None:
         """Begin another edition of these rows, which are about to be written to."""
@@ -376,6 +376,9 @@ class PoolLoan:
                 if time.monotonic() >= look_at:  # of a busy engine, too: the next keeper waits for a moment only
                     if not self._is_connected():
                         self._find_keeper()
+                    if neighbours is not None and neighbours.writes_orphans:
+                        with logged_boundary(_log, "pool: it is not known which parts have no engine"):
+                            neighbours.look_for_orphans(self._rows)
                     look_at = time.monotonic() + self._look_seconds
 
     def _note(self, message: Request) -> None:

@@ -41,7 +41,10 @@ __all__ = [
     "Plane",
     "Rows",
     "Shape",
+    "claim",
     "counting",
+    "end_claim",
+    "is_lent",
     "open_again",
     "prefix_bytes",
     "residents",
@@ -69,6 +72,29 @@ _MOST_TOUCHED = 1024
 def _lock(kind: int, part: int) -> bytes:
     """Return the argument of fcntl(2) for the byte that stands for a part."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, part, 1, 0)
+
+
+def is_lent(rows: int, part: int) -> bool:
+    """Return whether any process has a descriptor of ``Rows.lend`` for this part, open or mapped.
+
+    ``rows``: a descriptor of the rows, but not one of that loan.
+    """
+    found = fcntl.fcntl(rows, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, part))
+    return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+
+
+def claim(loan: int, part: int) -> bool:
+    """Return whether this loan has claimed a part, from now on or before: no other one can, as long as it is there."""
+    try:
+        fcntl.fcntl(loan, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, MOST_PARTS + part))
+    except OSError:
+        return False
+    return True
+
+
+def end_claim(loan: int, part: int) -> None:
+    """Let other loans claim this part."""
+    fcntl.fcntl(loan, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, MOST_PARTS + part))
 
 
 def open_again(fd: int, access: int) -> int:
@@ -122,8 +148,7 @@ class Rows:
 
     def is_lent(self, part: int) -> bool:
         """Return whether any process has a descriptor of ``lend`` for this part, open or mapped."""
-        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, part))
-        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+        return is_lent(self.fd, part)
 
     def close(self) -> None:
         """Unmap the rows and close the descriptor."""
@@ -368,13 +393,13 @@ def counting(index: Index, plane: Plane, rows: range) -> list[int]:
     return found
 
 
-def residents(index: Index, plane: Plane) -> Iterator[tuple[list[OffloadKey], list[int]]]:
-    """Yield an engine's chunks whose entries count, and their rows: those of each use together, the oldest use first.
+def residents(index: Index, plane: Plane, part: range) -> Iterator[tuple[list[OffloadKey], list[int]]]:
+    """Yield a part's chunks whose entries count, and their rows: those of each use together, the oldest use first.
 
     Within a use in the order of the prefix. A chunk that is in two rows, since its first one was free and nothing had
     been written to it yet, is in the one used last.
     """
-    rows = np.array(counting(index, plane, plane.own), np.int64)
+    rows = np.array(counting(index, plane, part), np.int64)
     uses = plane.uses[rows]
     order = np.argsort(uses, kind="stable")
     rows, ticks = rows[order], uses[order] // _DEPTHS

@@ -125,6 +125,31 @@ class PooledPrimaryTier(CPUPrimaryTier):
             self._loan.use(rows)
         return rows
 
+    def prepare_read(self, keys: Sequence[OffloadKey]) -> list[int] | None:
+        """Lease the rows of these chunks to one cascade; if others have them, once they are borrowed and checked."""
+        rows = super().prepare_read(keys)
+        if rows is None:
+            self._borrow(keys)
+            rows = super().prepare_read(keys)
+        return rows
+
+    def to_offer(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of these chunks that are this engine's to offer, and those that ``take_left`` has named."""
+        own = set(super().to_offer(keys))
+        return [key for key in keys if key in own or self._is_left(key)]
+
+    def _is_left(self, key: OffloadKey) -> bool:
+        neighbours = self._neighbours
+        return (
+            neighbours is not None
+            and neighbours.is_left(key)
+            and (key in self._row_of or neighbours.may_have([key]))  # being checked, or not known to be damaged
+        )
+
+    def take_left(self) -> list[OffloadKey]:
+        """Return chunks in the part of an engine that has ended, which this one is to offer to tiers."""
+        return [] if self._neighbours is None else self._neighbours.take_left()
+
     def complete_load(self, rows: Sequence[int]) -> None:
         """End one lease to a reader of each of these rows."""
         super().complete_load(rows)

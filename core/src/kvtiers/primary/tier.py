@@ -260,8 +260,8 @@ class CPUPrimaryTier:
                 return number
         return len(keys)
 
-    def own(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of these chunks that are readable, and in a row of this engine's own."""
+    def to_offer(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of these chunks that this engine is to offer to tiers: readable ones in rows of its own."""
         row_of, rows = self._row_of, self._rows
         return [key for key in keys if (row := row_of.get(key)) is not None and rows.is_own(row) and rows.is_ready(row)]
 
@@ -496,6 +496,10 @@ class CPUPrimaryTier:
     def residents(self) -> list[OffloadKey]:
         """Return the keys of all chunks that have a row."""
         return list(self._row_of)
+
+    def take_left(self) -> list[OffloadKey]:
+        """Return chunks that another engine has left and this one is to offer to tiers; more at the next call."""
+        return []
 
     def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget those of these chunks that are not in use; return the others that are here: ask again for those."""

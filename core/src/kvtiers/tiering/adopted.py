@@ -1,15 +1,19 @@
-"""Chunks that an engine found in its memory at the start: which tiers lack them is asked and mended in the background.
+"""Chunks that an engine of a pool left at its end: which tiers lack them is asked and mended in the background.
 
-An engine of a pool adopts what the one before it had stored. That one may have been killed before a tier had all that
-its admission lets in, and nobody else knows which chunks the tiers have. So each tier that takes stores is asked for
-each of them once, for what was used last first::
+It may have been killed before a tier had all that its admission lets in, and nobody else knows which chunks the tiers
+have. The next engine finds them in its memory at the start. So each tier that takes stores is asked for each of them
+once, for what was used last first::
 
     asked --has it-----> as if this engine had written it: it is not written again
           --lacks it---> all: written now;  second_access: it was wanted once;  any other: as before
 
 No request waits for that. Of each tier one small question or one job is in flight, for half of the time at most,
 and none begins while the tier loads. What a tier did not take is offered once more, after the others. Chunks that have
-left since are left out, and so is what a neighbour in the pool has: its engine writes that. Engine's thread only.
+left since are left out, and so is what a neighbour in the pool has: its engine writes that.
+
+As long as no engine has the part that one has left, a neighbour does so, for tiers that take ``all``: what they lack is
+borrowed first, and asked for again once it is checked. Tiers of other rules miss nothing meanwhile: no chunk of such a
+part is evicted, and whoever wants one a second time writes it. Engine's thread only.
 """
 
 import logging
@@ -77,9 +81,22 @@ class Adopted:
         self._budget = budget
         self._job_rows = job_rows
         self._clock = clock
+        self._slots = slots
         keys = primary.residents()  # those used last at the end, of which a tier may hold so many
         takers = [slot for slot in slots if keys and not slot.options.read_only]
         self.tiers = [_Unknown(slot, deque(keys, slot.options.chunks)) for slot in takers]
+
+    def look(self) -> None:
+        """Take in what engines have left that ended since. Once in a while."""
+        takers = [slot for slot in self._slots if slot.options.admission == "all" and not slot.options.read_only]
+        keys = self._primary.take_left() if takers else ()
+        for slot in takers if keys else ():
+            one = next((one for one in self.tiers if one.slot is slot), None)
+            if one is None:
+                one = _Unknown(slot, deque(maxlen=slot.options.chunks))
+                self.tiers.append(one)
+            one.keys.extend(keys)
+            one.is_last_turn = False
 
     def is_due(self, now: float) -> bool:
         """Return whether a step would do something."""
@@ -112,12 +129,12 @@ class Adopted:
         else:
             self.tiers.remove(one)
             left = f"; {len(one.refused)} were not taken" if one.refused else ""
-            text = "%s: of the chunks from before it had %d, and %d were written to it now%s"
+            text = "%s: of the chunks that ended engines left it had %d, and %d were written to it now%s"
             _log.info(text, one.slot.name, one.had, one.written, left)
 
     def _ask(self, one: _Unknown, now: float) -> None:
         some = [one.keys.pop() for _ in range(min(one.question, len(one.keys)))]
-        one.asking, one.asked_at, one.looks = self._primary.own(some[::-1]), now, 0
+        one.asking, one.asked_at, one.looks = self._primary.to_offer(some[::-1]), now, 0
         one.slot.ask_each(one.asking, _NO_REQUEST)
 
     def _take_answers(self, one: _Unknown, now: float) -> None:
@@ -136,8 +153,8 @@ class Adopted:
             one.rests_until = now + _PATIENCE
         if has:
             one.had += len(has)
-            self._cascades.found(one.slot, self._primary.own(has))
-        if lacks and (wanted := self._cascades.missed_by(one.slot, self._primary.own(lacks))):
+            self._cascades.found(one.slot, self._primary.to_offer(has))
+        if lacks and (wanted := self._cascades.missed_by(one.slot, self._primary.to_offer(lacks))):
             self._write(one, wanted)
         if not one.asking:
             if one.looks == 1:

@@ -549,6 +549,7 @@ class TieringManager:
             slot.tend(now)
         if not self._commanded and any(slot.may_have_room(now) for slot in self._slots):
             self.commands.post(Command(self._offer_again))
+        self._adopted.look()
         if not self._commanded and self._adopted.is_due(now):
             self.commands.post(Command(partial(self._steps_until, now + _ADOPTED_SECONDS)))
         conditions, self._conditions = self._conditions, [slot.condition() for slot in self._slots]
@@ -580,6 +581,7 @@ class TieringManager:
         """Do the periodic work that not every step needs."""
         self._look_at = now + _LOOK_SECONDS
         self._primary.release_expired(now)
+        self._adopted.look()
         for slot in self._slots:
             slot.watch_speed(now)
 
