@@ -1,4 +1,4 @@
-"""What one pool for several engines is worth and costs: hits on a trace, the engine's thread, and a chunk's first use.
+"""What a pool is worth and costs: hits on a trace, the engine's thread, a chunk's first use, and its adoption.
 
 Hits: the requests of Mooncake's conversation trace, in the folder that KVTIERS_TRACES names, are dealt in turn to 2, 4
 and 8 engines; there is memory for a fifth of the trace's distinct chunks. One engine with all of it, engines in a pool,
@@ -13,9 +13,14 @@ ended, so that its threads take nothing of this process' time. Besides, the proc
 nothing but to follow what others publish, in a pool of 131,072 rows, as 256 GiB may have.
 
 First use: seconds a GiB until chunks of 2 MiB that another engine has stored are readable, each of them hashed, beside
-hashing as many of them with as many threads. ``--quick``: the trace's first requests, fewer rounds, less memory.
+hashing as many of them with as many threads.
+
+Adoption: an engine that has filled a pool of small rows is killed, and the keeper has hashed all of them again: seconds
+from the next engine's HELLO until it finds all chunks, and the same in that pool without any. ``--quick``: the trace's
+first requests, fewer rounds, less memory.
 """
 
+import multiprocessing
 import os
 import statistics
 import sys
@@ -27,11 +32,12 @@ from typing import Any
 
 from lib.processes import processor_seconds
 from lib.results import at_least, at_most, middle_share, options_of, say
-from rigs.pool_engines import Engine, keeper, layout_of, wait_until
+from rigs.pool_engines import PATIENCE, Engine, keeper, layout_of, wait_until
 
 from kvtiers.api import OffloadKey, make_offload_key
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.pool.chunk_hash import ChunkHash
+from kvtiers.pool.loan import clear_pool, pool_figures
 from kvtiers_replay.plan import PlanTrace
 from kvtiers_replay.trace import read_trace
 
@@ -43,12 +49,14 @@ LARGE = layout_of(32, 64 << 10)
 CHUNKS = 64  # of a load or a store
 PARTS = 8
 POOL_ROWS = 1 << 17  # as of 256 GiB in rows of 2 MiB
+ADOPTED = 1 << 16, 1_000_000  # chunks; the first ones are 128 GiB of 2 MiB each
 THREADS, PIECE = 4, 16  # that hash at a first use, and how many rows a thread at a stretch
 GOAL_OF_ONE = 0.98  # of the hits with one primary of all the memory
 GOAL_OF_PRIVATE = 1.0  # of what a primary without a pool takes
 GOAL_P99_US = 100.0
 GOAL_FOLLOWING = 0.01
 GOAL_OF_HASHING = 1.25
+GOAL_ADOPTION_US = 1.0  # a chunk
 
 # Hits.
 
@@ -291,6 +299,56 @@ def first_use(chunks: int, turns: int) -> dict[str, float]:
     }
 
 
+# Adoption.
+
+
+def fill_and_wait(path: Path, requests: int) -> None:
+    """Fill a pool as an engine that waits to be killed."""
+    engine = Engine(PAGE, path)
+    filled(engine, requests)
+    while True:
+        time.sleep(PATIENCE)
+
+
+def await_check(path: Path) -> float:
+    """Wait until the only part of a pool is to be had; return the seconds that its last check took."""
+
+    def is_free() -> bool:
+        (part,) = pool_figures(str(path))["parts"]
+        return not part["lent"] and not part["checking"]
+
+    wait_until(is_free, "it is not to be had")
+    return float(pool_figures(str(path))["check_seconds"])
+
+
+def adoption_seconds(path: Path, chunks: int) -> float:
+    """Return the seconds of one engine's start in a pool of so many chunks."""
+    await_check(path)
+    began = time.perf_counter()
+    engine = Engine(PAGE, path)
+    seconds = time.perf_counter() - began
+    assert engine.tier.chunks == chunks
+    engine.close()
+    return seconds
+
+
+def adoption(chunks: int, turns: int) -> dict[str, float]:
+    """Kill an engine with so many chunks; time the next ones, and as many once the chunks are forgotten."""
+    with keeper(chunks, PAGE, 1) as pool:
+        killed = multiprocessing.get_context("spawn").Process(target=fill_and_wait, args=(pool.path, chunks // CHUNKS))
+        killed.start()
+        while killed.is_alive() and pool_figures(str(pool.path))["chunks"] < chunks:
+            time.sleep(0.1)
+        killed.kill()
+        killed.join()
+        full = [adoption_seconds(pool.path, chunks) for _ in range(turns)]
+        check = await_check(pool.path)
+        clear_pool(str(pool.path))
+        empty = [adoption_seconds(pool.path, 0) for _ in range(turns)]
+    figures = {"full_s": statistics.median(full), "empty_s": statistics.median(empty), "check_s": check}
+    return {"chunks": chunks, **figures, "us_a_chunk": statistics.median(full) / chunks * 1e6}
+
+
 def results(folder: Path | None, *, quick: bool) -> dict[str, Any]:
     """Return the figures and the goals."""
     found: dict[str, Any] = {"hits": None, "goals": []}
@@ -300,6 +358,7 @@ def results(folder: Path | None, *, quick: bool) -> dict[str, Any]:
     found["engine_thread_us"] = engine_thread(32 if quick else 128, 300 if quick else 2000)
     found["following"] = following(POOL_ROWS, 2.0 if quick else 10.0)
     found["first_use"] = first_use(32, 4 if quick else 8)
+    found["adoption"] = [adoption(chunks, 3) for chunks in ADOPTED[: 1 if quick else None]]
     found["goals"] = goals(found)
     return found
 
@@ -324,7 +383,11 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
     idle, use = found["following"], found["first_use"]
     name = f"processors for following what is published, {idle['rows']:,} rows"
     made.append(at_most(name, idle["processors"], GOAL_FOLLOWING))
-    return [*made, at_most("a first use, as a share of the time of hashing alone", use["of_hashing"], GOAL_OF_HASHING)]
+    made.append(at_most("a first use, as a share of the time of hashing alone", use["of_hashing"], GOAL_OF_HASHING))
+    return made + [
+        at_most(f"adoption, us a chunk of {each['chunks']:,}", each["us_a_chunk"], GOAL_ADOPTION_US)
+        for each in found["adoption"]
+    ]
 
 
 def report(found: dict[str, Any]) -> None:
@@ -346,7 +409,13 @@ def report(found: dict[str, Any]) -> None:
             print(f"  {f'{what}, {name}':40}{each['us_a_chunk']:12.3f}{each['of_private']:8.2f}{each['p99_us']:16.0f}")
     idle, use = found["following"], found["first_use"]
     print(f"\nfollowing what is published, {idle['rows']:,} rows: {idle['processors']:.3f} of a processor")
-    print(f"first use: {use['check_s_a_gib']:.3f} s a GiB; hashing alone {use['hash_s_a_gib']:.3f} s a GiB\n")
+    print(f"first use: {use['check_s_a_gib']:.3f} s a GiB; hashing alone {use['hash_s_a_gib']:.3f} s a GiB")
+    for each in found["adoption"]:
+        print(
+            f"adoption of {each['chunks']:,} chunks: {each['full_s']:.3f} s; without any in as many rows "
+            f"{each['empty_s']:.3f} s; hashing them again {each['check_s']:.3f} s"
+        )
+    print()
 
 
 def main() -> None:
