@@ -75,9 +75,8 @@ def chunks_of(keeper):
 
 def written(tier):
     """The values in a directory, with what tells one write of a file from another."""
-    stats = {path: path.stat() for path in Path(tier["path"]).rglob("*") if path.is_file()}
-    is_value = (path for path in stats if path.name.endswith("00000000"))
-    return {path: (stats[path].st_ino, stats[path].st_mtime_ns) for path in is_value}
+    values = (path for path in Path(tier["path"]).rglob("*00000000") if path.is_file())  # others come and go
+    return {path: ((found := path.stat()).st_ino, found.st_mtime_ns) for path in values}
 
 
 def check_tier(tier):
