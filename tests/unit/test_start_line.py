@@ -12,6 +12,7 @@ from tests.unit.test_runtime import LAYOUT, MEMORY, config, running
 import kvtiers
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.runtime import EngineFacts
 from kvtiers.start_line import OFF, StartFacts, StartLine, rows_in_words
 
 WAIT = {"start_wait": "100s"}
@@ -127,16 +128,31 @@ def test_an_engine_whose_tiers_are_off_says_so_in_its_start_line(lines):
     assert not tier.warned, "the reason has been logged where it was found"
 
 
-def test_rows_are_described_by_their_tokens_and_those_of_a_hybrid_model_by_its_groups():
+def test_rows_are_described_by_their_tokens_and_those_of_a_hybrid_model_by_its_groups_and_checkpoints():
     def layout(*groups, blocks=4):
         tensors = tuple(KVTensor(f"t{number}", number, 64) for number in range(len(groups)))
         return CacheLayout(ModelIdentity("model"), groups, tensors, blocks_per_chunk=blocks)
 
     full, window = KVGroup("f", 16), KVGroup("w", 16, "sliding_window", 1024)
-    assert rows_in_words(layout(full)) == "of 64 tokens"
-    assert rows_in_words(layout(full, window, window)) == (
-        "of 64 tokens (KV groups: 1 with full attention, 2 with windows of 1024 tokens)"
+    assert rows_in_words(layout(full), "here") == "of 64 tokens"
+    assert rows_in_words(layout(full, full), "here") == "of 64 tokens (KV groups: 2 with full attention)"
+    assert rows_in_words(layout(full, window, window), "here") == (
+        "of 64 tokens (KV groups: 1 with full attention, 2 with windows of 1024 tokens; checkpoints: here)"
     )
-    assert rows_in_words(layout(full, KVGroup("s", 544, "state_space"), blocks=1)) == (
-        "of 16 or 544 tokens (KV groups: 1 with full attention, 1 with states)"
+    assert rows_in_words(layout(window), "here") == (
+        "of 64 tokens (KV groups: 1 with windows of 1024 tokens; checkpoints: here)"
     )
+    assert rows_in_words(layout(full, KVGroup("s", 544, "state_space"), blocks=1), "here") == (
+        "of 16 or 544 tokens (KV groups: 1 with full attention, 1 with states; checkpoints: here)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "checkpoints"),
+    [(None, "where the engine keeps blocks of all groups"), (EngineFacts(checkpoints="at the end"), "at the end")],
+)
+def test_a_hybrid_models_line_says_where_its_checkpoints_are(lines, engine, checkpoints):
+    windows = dataclasses.replace(LAYOUT, groups=(KVGroup("g", 16, "sliding_window", 64),))
+    with running(config(), windows, engine=engine):
+        (line,) = [text for _, text in lines("is on") if "is on" in text]
+    assert f"rows of 16 tokens (KV groups: 1 with windows of 64 tokens; checkpoints: {checkpoints}); tiers: " in line

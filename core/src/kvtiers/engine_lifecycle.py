@@ -77,7 +77,7 @@ class EngineLifecycle:
         )
         self.slots = self.tiers.slots
 
-    def write_start_line(self, way_in: str) -> None:
+    def write_start_line(self, way_in: str, checkpoints: str) -> None:
         """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
         region = self._region
         size = format_size(self._primary.num_rows * region.row_stride)
@@ -86,7 +86,7 @@ class EngineLifecycle:
             size += f" of a pool of {format_size(self._loan.nbytes)}" if is_part else " of a pool"
         facts = StartFacts(
             way_in,
-            f"{size} in {self._primary.num_rows} rows {rows_in_words(self._layout)}",
+            f"{size} in {self._primary.num_rows} rows {rows_in_words(self._layout, checkpoints)}",
             self._namespace,
             self._names.fingerprint,
             shared=is_shared(self._layout.model),

@@ -74,13 +74,14 @@ def begin_memory(config: OffloadConfig, name: str) -> EarlyMemory | None:
 class EngineFacts:
     """Facts of the engine that an integration serves.
 
-    ``way_in``: what uses kvtiers, for the start line in the log; ``release``: the engine's, for what is recorded beside
-    the values. ``memory``: by ``begin_memory``, for this config. ``naming``: how KV events name the engine;
-    ``listener``: its own, of the manager's events. ``prefill_seconds``: its estimate of what computing a token of a
-    prompt takes; None: it has none.
+    ``way_in``: what uses kvtiers, for the start line in the log; ``checkpoints``: where a hybrid model's are, for the
+    same line; ``release``: the engine's, for what is recorded beside the values. ``memory``: by ``begin_memory``, for
+    this config. ``naming``: how KV events name the engine; ``listener``: its own, of the manager's events.
+    ``prefill_seconds``: its estimate of what computing a token of a prompt takes; None: it has none.
     """
 
     way_in: str = "by its Python API"
+    checkpoints: str = "where the engine keeps blocks of all groups"
     release: str = ""
     memory: EarlyMemory | None = None
     naming: EventNaming = OWN_NAMES
@@ -122,7 +123,7 @@ def open_manager(
         side = EngineLifecycle(config, named, region, primary, engine.release, release_region, loan)
         undo.callback(side.close_region)
         undo.callback(side.close_tiers, 0.0)
-        side.write_start_line(engine.way_in)
+        side.write_start_line(engine.way_in, engine.checkpoints)
         recorder = _recorder(config, layout, undo)
         publisher = _publisher(config, layout, engine.naming, undo)
         tracing = _tracing(config, layout, engine_id, undo)

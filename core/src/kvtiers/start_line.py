@@ -72,15 +72,18 @@ class StartFacts:
         )
 
 
-def rows_in_words(layout: CacheLayout) -> str:
-    """Return how many tokens a row has, and of which kinds of KV groups, if there are several."""
+def rows_in_words(layout: CacheLayout, checkpoints: str) -> str:
+    """Return how many tokens a row has; of a hybrid model also its KV groups, and where its checkpoints are."""
     tokens = sorted({layout.tokens_per_chunk(group) for group in range(len(layout.groups))})
     kinds = Counter(
         {"full_attention": "full attention", "state_space": "states"}.get(each.kind, f"windows of {each.window} tokens")
         for each in layout.groups
     )
+    rows = f"of {' or '.join(map(str, tokens))} tokens"
     groups = ", ".join(f"{count} with {kind}" for kind, count in kinds.items())
-    return f"of {' or '.join(map(str, tokens))} tokens" + (f" (KV groups: {groups})" if len(layout.groups) > 1 else "")
+    if kinds.keys() == {"full attention"}:
+        return f"{rows} (KV groups: {groups})" if len(layout.groups) > 1 else rows
+    return f"{rows} (KV groups: {groups}; checkpoints: {checkpoints})"
 
 
 class StartLine:

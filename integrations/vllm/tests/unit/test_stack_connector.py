@@ -11,6 +11,7 @@ from kvtiers_vllm.stack.options import note_tier_types
 
 from . import fake_vllm
 from .test_stack_guard import engine_config
+from .test_stack_layout import FULL, STATES, STATES_EVERYWHERE, WINDOW
 
 
 @pytest.fixture
@@ -160,14 +161,15 @@ def test_of_a_request_that_wants_its_prompts_probabilities_nothing_is_looked_up(
 @pytest.mark.parametrize(
     ("interval", "groups", "stored"),
     [
-        (0, [(64, None), (64, 16)], 8192),
-        (0, [(48, None), (48, 22), (32, 32)], 8160),
-        (0, [(64, None)], 0),
-        (0, [(64, None), (544, 1, True)], 0),
-        (512, [(64, None), (64, 16)], 512),
-        (None, [(64, None), (64, 16)], None),
-        (0, [(64, None), (16384, 1)], 16384),
-        (0, [(48, None), (16, 64)], 8160),
+        (0, [(64, FULL), (64, WINDOW)], 8192),
+        (0, [(48, FULL), (48, WINDOW), (32, WINDOW)], 8160),
+        (0, [(64, FULL)], 0),
+        (0, [(64, FULL), (544, STATES)], 0),
+        (0, [(64, FULL), (64, WINDOW), (544, STATES)], 8192),
+        (512, [(64, FULL), (64, WINDOW)], 512),
+        (None, [(64, FULL), (64, WINDOW)], None),
+        (0, [(64, FULL), (16384, STATES_EVERYWHERE)], 16384),
+        (0, [(48, FULL), (16, WINDOW)], 8160),
     ],
 )
 def test_windows_have_checkpoints_unless_vllms_config_says_how_many(module, interval, groups, stored):
@@ -175,8 +177,5 @@ def test_windows_have_checkpoints_unless_vllms_config_says_how_many(module, inte
         retention_interval: int | None
         kv_group_configs: list
 
-    made = [
-        SimpleNamespace(tokens_per_chunk=tokens, sliding_window_size_in_chunks=window, requires_cow_source=bool(more))
-        for tokens, window, *more in groups
-    ]
+    made = [SimpleNamespace(tokens_per_chunk=tokens, kv_cache_spec=spec) for tokens, spec in groups]
     assert module._with_checkpoints(Config(interval, made)).retention_interval == stored

@@ -9,7 +9,14 @@ from kvtiers.api import ConfigError, StartError
 from kvtiers.layout.cache_layout import ModelIdentity
 from kvtiers_vllm.identity import Engine
 from kvtiers_vllm.releases import require_whole_stack
-from kvtiers_vllm.stack.layout import auto_blocks_per_chunk, cache_layout, group_keys, layer_tensors, rank_map
+from kvtiers_vllm.stack.layout import (
+    auto_blocks_per_chunk,
+    cache_layout,
+    checkpoints_in_words,
+    group_keys,
+    layer_tensors,
+    rank_map,
+)
 from kvtiers_vllm.stack.options import load_stack_config
 
 KV_HEADS = 2
@@ -28,6 +35,7 @@ class SlidingWindowSpec(SimpleNamespace):
 class MambaSpec:
     state_bytes: int
     page_size_padded: int | None
+    mamba_cache_mode: str = "align"
 
     @property
     def page_size_bytes(self):
@@ -36,6 +44,7 @@ class MambaSpec:
 
 FULL = FullAttentionSpec(unpadded_page_size_bytes=2048, sliding_window=None)
 WINDOW = SlidingWindowSpec(unpadded_page_size_bytes=1024, sliding_window=96)
+STATES, STATES_EVERYWHERE = MambaSpec(1000, 1024), MambaSpec(1000, 1024, "all")
 
 
 def offloading(*groups, blocks_per_chunk=1, world_size=1, canonical=False, certified=True):
@@ -213,3 +222,27 @@ def groups_of(*groups):
 )
 def test_a_chunk_has_64_tokens_in_16_mib_unless_the_config_says_otherwise(groups, world_size, interval, blocks):
     assert auto_blocks_per_chunk(groups_of(*groups), world_size, interval) == blocks
+
+
+AT_THE_END = "at a prompt's end, and where vLLM has seen prompts part"
+
+
+@pytest.mark.parametrize(
+    ("interval", "specs", "words"),
+    [
+        (0, [FULL], ""),
+        (0, [FULL, WINDOW], "every 8192 tokens, and before a prompt's end"),
+        (512, [FULL, WINDOW], "every 512 tokens, and before a prompt's end"),
+        (None, [FULL, WINDOW], "at the end of each chunk"),
+        (0, [FULL, STATES], AT_THE_END),
+        (0, [FULL, WINDOW, STATES], AT_THE_END),
+        (512, [FULL, STATES], f"{AT_THE_END}, and at multiples of 512 tokens at which a step's part of it ends"),
+        (None, [FULL, STATES], "where a step's part of a prompt ends"),
+        (0, [FULL, STATES_EVERYWHERE], "every 8192 tokens, and before a prompt's end"),
+    ],
+)
+def test_the_start_line_says_where_a_hybrid_models_checkpoints_are(interval, specs, words):
+    config = offloading(*((number, 64, [str(number)]) for number in range(len(specs))))
+    engine = cache_config(*specs)
+    engine.vllm_config.cache_config = SimpleNamespace(prefix_cache_retention_interval=interval)
+    assert checkpoints_in_words(cache_layout(MODEL, config, engine), config, engine) == words

@@ -9,7 +9,6 @@
                        the blocks that a pipelined load has ended without in its own way for blocks
 """
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.plugin_figures import under_defined_names
 from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.figures import definitions
-from kvtiers_vllm.stack.layout import auto_blocks_per_chunk
+from kvtiers_vllm.stack.layout import auto_blocks_per_chunk, checkpoint_interval
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, noted_tier_types
 from kvtiers_vllm.stack.plans import CopyReport
 from kvtiers_vllm.stack.worker import LoadPart
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
     from kvtiers_vllm.stack.manager import WindowBlocks
 
 __all__ = ["KvtiersConnector"]
-
-_log = logging.getLogger("kvtiers.vllm")
-_CHECKPOINT_TOKENS = 8192
 
 
 @dataclass
@@ -281,19 +277,9 @@ def _choose_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _with_checkpoints(config: Any) -> Any:
-    """Return vLLM's config of what it offers with a checkpoint every 8,192 tokens, where it has none of its own.
-
-    By its default the windows before a prompt's end are stored, and those before a prefix that it has seen shared: the
-    first other prompt that shares most of a long one would find nothing. vLLM's own prefix cache stays as it is.
-    """
-    groups = config.kv_group_configs
-    if config.retention_interval != 0 or not any(map(_is_windowed, groups)):
-        return config
-    # A prompt is found at the end of a chunk of full attention, too: a checkpoint elsewhere would never be loaded.
-    least = math.lcm(*(group.tokens_per_chunk for group in groups if not _has_states(group)))
-    interval = max(least, _CHECKPOINT_TOKENS // least * least)
-    _log.info("sliding windows are stored before every %d tokens of a prompt, and before its end", interval)
-    return config._replace(retention_interval=interval)
+    """Return vLLM's config of what it offers with the interval of checkpoints; its own prefix cache stays as it is."""
+    chunks = [(group.kv_cache_spec, group.tokens_per_chunk) for group in config.kv_group_configs]
+    return config._replace(retention_interval=checkpoint_interval(config.retention_interval, chunks))
 
 
 def _needs(config: Any) -> dict[int, tuple[int, int]]:

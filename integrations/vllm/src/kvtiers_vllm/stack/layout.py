@@ -6,6 +6,7 @@ certifies it, canonical: their bytes do not depend on how many ranks hold the he
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,8 +16,17 @@ from kvtiers.layout.rank_map import CopyRun, RankMap
 from kvtiers_vllm.engine import Engine
 from kvtiers_vllm.stack.keys import GroupKeys
 
-__all__ = ["auto_blocks_per_chunk", "cache_layout", "group_keys", "layer_tensors", "rank_map"]
+__all__ = [
+    "auto_blocks_per_chunk",
+    "cache_layout",
+    "checkpoint_interval",
+    "checkpoints_in_words",
+    "group_keys",
+    "layer_tensors",
+    "rank_map",
+]
 
+_CHECKPOINT_TOKENS = 8192
 _CHUNK_TOKENS = 64
 _MOST_VALUE_BYTES = 16 * 2**20
 
@@ -41,6 +51,37 @@ def auto_blocks_per_chunk(kv_cache_config: Any, world_size: int, retention_inter
         if blocks == 1
         or (blocks * value <= _MOST_VALUE_BYTES and not any((retention_interval or 0) % (blocks * n) for n in tokens))
     )
+
+
+def checkpoint_interval(retention_interval: int | None, chunks: Iterable[tuple[Any, int]]) -> int | None:
+    """Return every how many tokens windows are stored: vLLM's interval, or 8,192 tokens where that is 0.
+
+    By that default the windows before a prompt's end are stored, and those before a prefix that vLLM has seen shared:
+    the first other prompt that shares most of a long one would find nothing. ``chunks``: of each KV group, its spec and
+    how many tokens a chunk has.
+    """
+    kept = [(spec, tokens) for spec, tokens in chunks if not _has_aligned_states(spec)]
+    if retention_interval != 0 or all(_group(0, tokens, spec).kind == "full_attention" for spec, tokens in kept):
+        return retention_interval
+    # A prompt is found at the end of a chunk of full attention, too: a checkpoint elsewhere would never be loaded.
+    least = math.lcm(*(tokens for _, tokens in kept))
+    return max(least, _CHECKPOINT_TOKENS // least * least)
+
+
+def checkpoints_in_words(layout: CacheLayout, offloading: Any, engine: Engine) -> str:
+    """Return at which places of a prompt vLLM has the windows or states of all KV groups stored; "" if it has none."""
+    groups = engine.kv_cache_config.kv_cache_groups
+    specs = [groups[group.group_id].kv_cache_spec for group in offloading.groups]
+    retained = getattr(getattr(engine.vllm_config, "cache_config", None), "prefix_cache_retention_interval", None)
+    interval = checkpoint_interval(retained, [(spec, layout.tokens_per_chunk(n)) for n, spec in enumerate(specs)])
+    if any(map(_has_aligned_states, specs)):
+        if retained is None:
+            return "where a step's part of a prompt ends"
+        more = f", and at multiples of {retained} tokens at which a step's part of it ends" if retained else ""
+        return f"at a prompt's end, and where vLLM has seen prompts part{more}"
+    if all(group.kind == "full_attention" for group in layout.groups):
+        return ""
+    return "at the end of each chunk" if interval is None else f"every {interval} tokens, and before a prompt's end"
 
 
 def cache_layout(model: ModelIdentity, offloading: Any, engine: Engine) -> CacheLayout:
@@ -156,6 +197,11 @@ def _group(index: int, tokens_per_block: int, spec: Any) -> KVGroup:
     if kind.startswith("Mamba"):
         return KVGroup(name, tokens_per_block, "state_space")
     return KVGroup(name, tokens_per_block)
+
+
+def _has_aligned_states(spec: Any) -> bool:
+    """Return whether a group has states that vLLM hands over one by one, where it keeps them."""
+    return getattr(spec, "mamba_cache_mode", "") == "align"
 
 
 def _pages(spec: Any, layers: Iterable[str]) -> dict[str, int]:

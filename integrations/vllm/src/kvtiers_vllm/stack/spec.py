@@ -31,7 +31,7 @@ from kvtiers_vllm.releases import release_of, require_whole_stack
 from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
 from kvtiers_vllm.stack.keys import GroupKeys
-from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
+from kvtiers_vllm.stack.layout import cache_layout, checkpoints_in_words, group_keys, layer_tensors, rank_map
 from kvtiers_vllm.stack.memory import take_memory_of
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, load_stack_config, noted_tier_types, way_in
 from kvtiers_vllm.stack.requests import RequestBook, Weights, WeightUpdates
@@ -121,6 +121,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
                 engine_id=self.config.engine_id,
                 engine=EngineFacts(
                     way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
+                    checkpoints=checkpoints_in_words(layout, self.config, self._engine),
                     release=f"vLLM {vllm_version}",
                     memory=take_memory_of(self._engine.vllm_config),
                     naming=self._naming(),
