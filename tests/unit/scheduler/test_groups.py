@@ -64,6 +64,17 @@ def test_of_a_state_space_group_the_last_state_is_loaded() -> None:
     assert load.blocks.block_indices == (0, 1)
 
 
+def test_states_are_stored_where_the_engine_keeps_a_block_for_one_and_a_prompt_is_found_there() -> None:
+    bench = Bench(layout_of(groups=(TOKENS, TOKENS), state_space=(1,)))
+    first = bench.request("a", 12 * TOKENS)
+    first.block_ids[1] = [block if place % 4 == 3 else NONE for place, block in enumerate(first.block_ids[1])]
+    bench.serve(first)
+    assert bench.present(first, 1) == [place % 4 == 3 for place in range(12)]
+    request = bench.request("b", 12 * TOKENS, first_block=50)
+    assert bench.load(request) == 8 * TOKENS
+    assert bench.wrong(request, 8 * TOKENS) == []
+
+
 def test_a_model_of_windows_alone_loads_the_last_window() -> None:
     bench = Bench(layout_of(windows=(40,)))
     bench.serve(bench.request("a", 8 * TOKENS))
