@@ -2,9 +2,13 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+ATTENTION_MODULES = {"self_attn.q_proj": 128, "self_attn.v_proj": 64}
+STATE_MODULES = {"linear_attn.in_proj_qkvz": 768}
+"""Modules of the models here that adapters may change, and the rows of each."""
 
 
 def make_model(folder: Path, *, seed: int, **config: Any) -> Path:
@@ -51,10 +55,11 @@ def make_window_model(folder: Path, *, seed: int, window: int, layers: Sequence[
     return folder
 
 
-def make_state_model(folder: Path, *, seed: int) -> Path:
+def make_state_model(folder: Path, *, seed: int, experts: bool = True) -> Path:
     """Write a tiny model of which three layers of four keep a state (a gated delta net), and one has KV.
 
     Its states keep some hundred tokens; by random weights they would forget within ten, and any state would do.
+    ``experts``: False where it is to have LoRA adapters, beside which vLLM computes experts by Triton alone.
     """
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -75,6 +80,7 @@ def make_state_model(folder: Path, *, seed: int) -> Path:
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
+        mlp_only_layers=[] if experts else [0, 1, 2, 3],
         max_position_embeddings=4096,
         initializer_range=0.15,
     )
@@ -86,6 +92,9 @@ def make_state_model(folder: Path, *, seed: int) -> Path:
         elif name.endswith("A_log"):
             torch.nn.init.zeros_(weight)
     model.save_pretrained(folder)
+    if not experts:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["DenseQwen3Next"]}))
     return folder
 
 
@@ -125,19 +134,20 @@ def make_draft(folder: Path, *, seed: int) -> Path:
     return folder
 
 
-def make_adapter(folder: Path, *, seed: int, layers: int = 4) -> Path:
-    """Write a LoRA adapter for the tiny model, or for one of the same sizes with so many layers."""
+def make_adapter(folder: Path, *, seed: int, layers: int = 4, modules: Mapping[str, int] = ATTENTION_MODULES) -> Path:
+    """Write a LoRA adapter for the tiny model, or for so many layers of one of the same size. ``modules``: by rows."""
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"}
+    settings["target_modules"] = [name.rpartition(".")[2] for name in modules]
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     numbers = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(layers):
-        for module, size in (("q_proj", 128), ("v_proj", 64)):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+        for module, size in modules.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
             tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=numbers) * 0.3
             tensors[f"{name}.lora_B.weight"] = torch.randn(size, 8, generator=numbers) * 0.3
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,22 +1,35 @@
 """Models whose layers do not all keep KV for the whole prompt, and drafts: tokens are those without kvtiers.
 
 In each the prompts are longer than the windows, are computed, had back from the tier, then by another engine, and once
-from vLLM's own prefix cache with a tail from the tier.
+from vLLM's own prefix cache with a tail from the tier. Drafts beside states are missing: vLLM moves such states by a
+kernel of Triton's alone (``precopy_mamba_align_fused_kernel``), which no CPU has.
 """
 
 import pytest
 
 from .conftest import LONG, PROMPTS, STATES, WHOLE
-from .models import make_adapter, make_draft, make_prompt, make_state_model, make_window_model
+from .engines import wait_until
+from .models import STATE_MODULES, make_adapter, make_draft, make_prompt, make_state_model, make_window_model
 from .ways import fs, whole_stack
 
 STATE_BLOCK = 544
 """Tokens in a block of the model with states: vLLM makes a block as large as a state."""
+OF_STATES = (
+    f"of {STATE_BLOCK} tokens (KV groups: 3 with states, 1 with full attention; "
+    "checkpoints: at a prompt's end, and where vLLM has seen prompts part)"
+)
+OF_WINDOWS = (
+    "of 32 tokens (KV groups: {} with windows of 96 tokens, {} with full attention; "
+    "checkpoints: every 8192 tokens, and before a prompt's end)"
+)
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
-def play(start, model, config, more=(), prompts=PROMPTS, **options):
-    """Play the scenes; return how many tokens of each prompt an engine had from a tier. ``more``: of generate's."""
+def play(start, model, config, more=(), prompts=PROMPTS, *, rows, **options):
+    """Play the scenes; return how many tokens of each prompt an engine had from a tier. ``more``: of generate's.
+
+    ``rows``: what the start line says of them.
+    """
     ways = [{}, *more]
     plain = start(model, **options)
     right = [plain.generate(*prompts, **way)[0] for way in ways]
@@ -25,6 +38,8 @@ def play(start, model, config, more=(), prompts=PROMPTS, **options):
     first = start(model, config, **options)
     for way, tokens in zip(ways, right, strict=True):
         assert first.generate(*prompts, **way) == (tokens, [0, 0])
+    wait_until(lambda: first.lines(" is on, "), "there is no start line")
+    assert first.lines(f" rows {rows}; tiers: ") == first.lines(" is on, ")
     first.forget()
     found = []
     for way, tokens in zip(ways, right, strict=True):
@@ -48,19 +63,27 @@ def test_five_layers_of_six_with_a_window_and_an_adapter_over_them(start, tmp_pa
     layers = ["sliding"] * 5 + ["full"]
     model = make_window_model(tmp_path / "tiny", seed=0, window=96, layers=layers)
     adapter = {"name": "mine", "number": 1, "path": str(make_adapter(tmp_path / "adapter", seed=1, layers=len(layers)))}
-    found = play(start, model, whole_stack(fs(tmp_path / "store")), [{"adapter": adapter}], **LORA)
-    assert found == [WHOLE, WHOLE]
+    config, rows = whole_stack(fs(tmp_path / "store")), OF_WINDOWS.format(5, 1)
+    assert play(start, model, config, [{"adapter": adapter}], rows=rows, **LORA) == [WHOLE, WHOLE]
 
 
-def test_layers_that_keep_a_state_in_the_place_of_kv(start, tmp_path):
-    model = make_state_model(tmp_path / "tiny", seed=0)
-    (found,) = play(start, model, whole_stack(fs(tmp_path / "store")), prompts=LONG, **STATES)
-    assert found == [len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in LONG]
+def test_layers_that_keep_a_state_in_the_place_of_kv_and_an_adapter_over_them(start, tmp_path):
+    model = make_state_model(tmp_path / "tiny", seed=0, experts=False)
+    path = make_adapter(tmp_path / "adapter", seed=1, layers=3, modules=STATE_MODULES)
+    adapter = {"name": "mine", "number": 1, "path": str(path)}
+    config = whole_stack(fs(tmp_path / "store"))
+    found = play(start, model, config, [{"adapter": adapter}], prompts=LONG, rows=OF_STATES, **STATES, **LORA)
+    assert found == [[len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in LONG]] * 2
 
 
-@pytest.mark.parametrize(("interval", "found"), [(0, 0), (2 * STATE_BLOCK, 2 * STATE_BLOCK)])
+@pytest.mark.parametrize(
+    ("interval", "found"), [(0, 0), (STATE_BLOCK, 2 * STATE_BLOCK), (2 * STATE_BLOCK, 2 * STATE_BLOCK)]
+)
 def test_a_state_within_a_prompt_is_stored_where_vllm_keeps_it(start, tmp_path, interval, found):
-    """By default vLLM keeps that of a prompt's end, which no other prompt shares, and shows a connector no other."""
+    """By default vLLM keeps that of a prompt's end, which no other prompt shares, and shows a connector no other.
+
+    With one block as its interval it keeps those of the ends of all parts in which it computes a prompt.
+    """
     model = make_state_model(tmp_path / "tiny", seed=0)
     share = {"max_num_batched_tokens": 2 * STATE_BLOCK + 100, "prefix_cache_retention_interval": interval}
     config, prompt = whole_stack(fs(tmp_path / "store")), make_prompt(5, 5 * STATE_BLOCK + 9)
@@ -77,6 +100,10 @@ def test_a_state_within_a_prompt_is_stored_where_vllm_keeps_it(start, tmp_path, 
     plain.shutdown()
 
 
-def test_tokens_beside_a_draft_model_are_those_without_kvtiers(start, model, tmp_path):
+@pytest.mark.parametrize("windows", [False, True])
+def test_tokens_beside_a_draft_model_are_those_without_kvtiers(start, model, tmp_path, windows):
+    rows = "of 32 tokens"
+    if windows:
+        model, rows = make_window_model(tmp_path / "tiny", seed=0, window=96), OF_WINDOWS.format(1, 2)
     eagle = {"method": "eagle", "model": str(make_draft(tmp_path / "draft", seed=3)), "num_speculative_tokens": 2}
-    assert play(start, model, whole_stack(fs(tmp_path / "store")), speculative_config=eagle) == [WHOLE]
+    assert play(start, model, whole_stack(fs(tmp_path / "store")), rows=rows, speculative_config=eagle) == [WHOLE]

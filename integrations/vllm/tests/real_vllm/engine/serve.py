@@ -132,9 +132,11 @@ class Engine:
     """The commands."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from vllm import LLM
+        from vllm import LLM, ModelRegistry
 
         from kvtiers_vllm import identity
+
+        ModelRegistry.register_model("DenseQwen3Next", "dense_model:DenseQwen3Next")
 
         digest = identity.digest
         self._digested: dict[str, Any] = {}
