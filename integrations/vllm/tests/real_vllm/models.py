@@ -98,6 +98,22 @@ def make_state_model(folder: Path, *, seed: int, experts: bool = True) -> Path:
     return folder
 
 
+def add_draft(folder: Path, *, seed: int) -> Path:
+    """Give the model with states a draft of its own (multi-token prediction): its last layer again."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    numbers = torch.Generator().manual_seed(seed)
+    draft = {"fc": torch.randn((128, 256), generator=numbers) * 0.15}
+    draft |= dict.fromkeys(("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), tensors["model.norm.weight"])
+    tensors |= {f"mtp.{name}.weight": tensor.clone() for name, tensor in draft.items()}
+    layer, own = "model.layers.3.", "mtp.layers.0."
+    tensors |= {name.replace(layer, own): tensor.clone() for name, tensor in tensors.items() if layer in name}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def make_draft(folder: Path, *, seed: int) -> Path:
     """Write an EAGLE draft for the tiny model: one layer, over its hidden states and its own embeddings."""
     import torch

@@ -1,21 +1,20 @@
 """Models whose layers do not all keep KV for the whole prompt, and drafts: tokens are those without kvtiers.
 
 In each the prompts are longer than the windows, are computed, had back from the tier, then by another engine, and once
-from vLLM's own prefix cache with a tail from the tier. Drafts beside states are missing: vLLM moves such states by a
-kernel of Triton's alone (``precopy_mamba_align_fused_kernel``), which no CPU has.
+from vLLM's own prefix cache with a tail from the tier.
 """
 
 import pytest
 
 from .conftest import LONG, PROMPTS, STATES, WHOLE
 from .engines import wait_until
-from .models import STATE_MODULES, make_adapter, make_draft, make_prompt, make_state_model, make_window_model
+from .models import STATE_MODULES, add_draft, make_adapter, make_draft, make_prompt, make_state_model, make_window_model
 from .ways import fs, whole_stack
 
 STATE_BLOCK = 544
 """Tokens in a block of the model with states: vLLM makes a block as large as a state."""
 OF_STATES = (
-    f"of {STATE_BLOCK} tokens (KV groups: 3 with states, 1 with full attention; "
+    f"of {STATE_BLOCK} tokens (KV groups: {{}} with states, 1 with full attention; "
     "checkpoints: at a prompt's end, and where vLLM has seen prompts part)"
 )
 OF_WINDOWS = (
@@ -72,7 +71,7 @@ def test_layers_that_keep_a_state_in_the_place_of_kv_and_an_adapter_over_them(st
     path = make_adapter(tmp_path / "adapter", seed=1, layers=3, modules=STATE_MODULES)
     adapter = {"name": "mine", "number": 1, "path": str(path)}
     config = whole_stack(fs(tmp_path / "store"))
-    found = play(start, model, config, [{"adapter": adapter}], prompts=LONG, rows=OF_STATES, **STATES, **LORA)
+    found = play(start, model, config, [{"adapter": adapter}], prompts=LONG, rows=OF_STATES.format(3), **STATES, **LORA)
     assert found == [[len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in LONG]] * 2
 
 
@@ -107,3 +106,12 @@ def test_tokens_beside_a_draft_model_are_those_without_kvtiers(start, model, tmp
         model, rows = make_window_model(tmp_path / "tiny", seed=0, window=96), OF_WINDOWS.format(1, 2)
     eagle = {"method": "eagle", "model": str(make_draft(tmp_path / "draft", seed=3)), "num_speculative_tokens": 2}
     assert play(start, model, whole_stack(fs(tmp_path / "store")), rows=rows, speculative_config=eagle) == [WHOLE]
+
+
+def test_tokens_of_a_model_with_states_beside_its_own_draft_are_those_without_kvtiers(start, tmp_path):
+    """With a draft vLLM drops the last block of a hit, and keeps the state of a prompt's end a block before that."""
+    model = add_draft(make_state_model(tmp_path / "tiny", seed=0), seed=3)
+    own = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    config, prompts = whole_stack(fs(tmp_path / "store")), [make_prompt(3, 1300), make_prompt(4, 1900)]
+    found = play(start, model, config, prompts=prompts, rows=OF_STATES.format(2), **own, **STATES)
+    assert found == [[(len(prompt) // STATE_BLOCK - 1) * STATE_BLOCK for prompt in prompts]]

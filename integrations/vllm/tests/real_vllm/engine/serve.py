@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+import draft_states
+
 _FIGURES_SECONDS = 0.2  # steps bring figures, and the whole stack reports them ten times a second
 _PR_SET_PDEATHSIG = 1
 _OF_A_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 512 << 20}  # several engines share it
@@ -137,6 +139,8 @@ class Engine:
         from kvtiers_vllm import identity
 
         ModelRegistry.register_model("DenseQwen3Next", "dense_model:DenseQwen3Next")
+        if "speculative_config" in options and not _is_cuda():
+            draft_states.move_in_python()
 
         digest = identity.digest
         self._digested: dict[str, Any] = {}
