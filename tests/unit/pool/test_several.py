@@ -450,8 +450,8 @@ def taken(engines):
 
 def looked(engine):
     """Have an engine look for what others have left once more."""
-    looks, look = [], engine.loan._neighbours.look_for_orphans
-    engine.loan._neighbours.look_for_orphans = lambda loan: looks.append(look(loan))
+    looks, look = [], engine.loan._neighbours.claim_parts
+    engine.loan._neighbours.claim_parts = lambda loan: looks.append(look(loan))
     wait_until(lambda: len(looks) > 1, "it does not look")
 
 

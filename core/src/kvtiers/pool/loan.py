@@ -376,9 +376,9 @@ class PoolLoan:
                 if time.monotonic() >= look_at:  # of a busy engine, too: the next keeper waits for a moment only
                     if not self._is_connected():
                         self._find_keeper()
-                    if neighbours is not None and neighbours.writes_orphans:
+                    if neighbours is not None and neighbours.is_to_claim:
                         with logged_boundary(_log, "pool: it is not known which parts have no engine"):
-                            neighbours.look_for_orphans(self._rows)
+                            neighbours.claim_parts(self._rows)
                     look_at = time.monotonic() + self._look_seconds
 
     def _note(self, message: Request) -> None:

@@ -91,7 +91,7 @@ class _Followed:
 class Neighbours:
     """The readable chunks of the other parts of a pool, for the engine that has ``part``. ``view``: all rows.
 
-    ``follow`` and ``look_for_orphans`` are for one thread, all else for the engine's.
+    ``follow`` and ``claim_parts`` are for one thread, all else for the engine's.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class Neighbours:
         self._layout = layout
         self._view = view
         self.is_followed = True
-        self.writes_orphans = False
-        """Whether this engine is to write to its tiers what is in *orphans*: parts of engines that have ended."""
-        self._orphans: dict[int, range] = {}
-        """Those that it has claimed, and their rows."""
+        self.is_to_claim = False
+        """Whether this engine writes to its tiers what others have left that ended: it claims their parts."""
+        self._claimed: dict[int, range] = {}
+        """Such parts, and their rows."""
         self._left: deque[list[OffloadKey]] = deque()
         self._sound: dict[int, int] = {}
         self._damaged: set[Place] = set()
@@ -157,32 +157,32 @@ class Neighbours:
             followed.take(
                 [rows.start + at for at, _ in whole], [int(now[at]) for at, _ in whole], [k for _, k in whole]
             )
-            if part in self._orphans:  # the keeper was not done yet with what its engine had published
+            if part in self._claimed:  # the keeper was not done yet with what its engine had published
                 self._left.append([key for at, key in whole if now[at]])
 
-    def look_for_orphans(self, loan: int) -> None:
+    def claim_parts(self, loan: int) -> None:
         """Claim each part that no engine has, unless another one has claimed it; end claims to those that one has.
 
         ``loan``: a descriptor of this engine's loan.
         """
         for part in self._others:
             if self._index.prefix(part)[1] != self._followed.prefix or is_lent(loan, part):
-                if part in self._orphans:
-                    self._orphans = {other: rows for other, rows in self._orphans.items() if other != part}
+                if part in self._claimed:
+                    self._claimed = {other: rows for other, rows in self._claimed.items() if other != part}
                     end_claim(loan, part)
-            elif part not in self._orphans and claim(loan, part):
-                self._orphans = {**self._orphans, part: (rows := self._shape.rows_of(part))}
+            elif part not in self._claimed and claim(loan, part):
+                self._claimed = {**self._claimed, part: (rows := self._shape.rows_of(part))}
                 self._left.append([key for keys, _ in residents(self._index, self._plane, rows) for key in keys])
 
     def take_left(self) -> list[OffloadKey]:
-        """Return chunks of an orphan that was claimed since, those used last at the end; more at the next call."""
-        self.writes_orphans = True
+        """Return chunks in a part that was claimed since, those used last at the end; more at the next call."""
+        self.is_to_claim = True
         return self._left.popleft() if self._left else []
 
     def is_left(self, key: OffloadKey) -> bool:
-        """Return whether a chunk is in an orphan that this engine has claimed."""
+        """Return whether a chunk is in a part that this engine has claimed."""
         place = self.places.get(key)
-        return place is not None and any(place.row in rows for rows in self._orphans.values())
+        return place is not None and any(place.row in rows for rows in self._claimed.values())
 
     def take_news(self) -> list[tuple[list[OffloadKey], list[OffloadKey]]]:
         """Return which chunks have come, and which have gone, since the last call, in order."""
