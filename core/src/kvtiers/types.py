@@ -175,11 +175,13 @@ class Reach(NamedTuple):
 
     ``ready``: of these all chunks are readable. ``pending``: tokens with chunks that are on their way into the primary.
     ``unresolved``: more may be found. Ask again in the next step until none is pending and it is not unresolved.
+    ``begins``: the first chunk is readable, of the first KV group: a load may begin before all have come.
     """
 
     ready: int
     pending: int
     unresolved: bool
+    begins: bool = False
 
     @property
     def tokens(self) -> int:

@@ -404,7 +404,7 @@ class Bench:
         windows = [window or 0 for window in self.windows] or [0] * len(prompt)
         sizes = [self.tokens_per_chunk[group] for group in range(len(prompt))]
         groups = [PromptGroup(keys, window * size) for keys, window, size in zip(prompt, windows, sizes, strict=True)]
-        return tuple(self.manager.reach(groups, ctx, **more))
+        return self.manager.reach(groups, ctx, **more)[:3]
 
     def row(self, row):
         return self.view[row * ROW_BYTES : (row + 1) * ROW_BYTES]

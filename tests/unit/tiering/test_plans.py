@@ -3,6 +3,7 @@
 import pytest
 
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.types import PromptGroup
 
 from .harness import HIT, MISS, PENDING, Bench, chain
 
@@ -245,3 +246,29 @@ def test_hits_are_counted_again_under_other_weights():
         assert bench.load(keys, ctx)
         assert bench.load(keys, ctx), "once a request"
         assert bench.figures()["primary_hits"] == hits
+
+
+def test_of_a_load_that_goes_on_each_part_has_the_head_of_each_run_that_is_readable():
+    bench = Bench()
+    ctx, windows = bench.request(), chain("windows", 3)
+    bench.store([KEYS[0], KEYS[2], *windows[:2]])
+    assert bench.manager.prepare_part([KEYS[1:], windows[2:]], ctx) is None
+    assert not bench.primary.figures()["pinned_rows"]
+    plan, chunks = bench.manager.prepare_part([KEYS, (), windows], ctx)
+    assert (list(plan.keys), list(chunks)) == ([KEYS[0], *windows[:2]], [1, 0, 2])
+    assert bench.primary.figures()["pinned_rows"] == 3
+    bench.manager.complete_load(plan)
+    assert not bench.primary.figures()["pinned_rows"]
+
+
+def test_a_load_may_begin_once_its_first_chunk_is_readable_and_not_once_another_is():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS[:2])
+    bench.tier["b"].put(KEYS[2:])
+    ctx, prompt = bench.request(), [PromptGroup(KEYS)]
+    assert bench.manager.reach(prompt, ctx) == (0, 4 * 16, False, False)
+    bench.step()
+    for name, begins in (("b", False), ("a", True)):
+        bench.tier[name].end(next(iter(bench.tier[name].held)))
+        bench.step()
+        assert bench.manager.reach(prompt, ctx).begins is begins

@@ -63,7 +63,7 @@ def test_what_is_called_ready_can_be_loaded_no_request_waits_for_ever_and_no_row
                 for keys, window, size, more in zip(prompt, windows, sizes, ahead, strict=True):
                     first = max(0, reach.tokens - window * size) // size if window else 0
                     needed = keys[first : -(-reach.tokens // size) + more] if reach.tokens else []
-                    assert bench.manager.ready_run(needed) == len(needed)
+                    assert bench.primary.ready_run(needed) == len(needed)
         bench.step(chance.choice((0.001, 0.02)))
         end_some(bench, chance)
     assert not waiting

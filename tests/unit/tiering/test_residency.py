@@ -150,7 +150,7 @@ def test_a_key_of_a_group_that_there_is_not_raises_nothing():
     bench = Bench(options=WIDE)
     ctx = bench.request()
     groups = [PromptGroup(chain("k", 3, group=7))]
-    assert bench.manager.reach(groups, ctx) == (0, 0, False)
+    assert bench.manager.reach(groups, ctx)[:3] == (0, 0, False)
     bench.manager.announce(groups)
     assert bench.figures()["misuse"] == 2
 
@@ -326,8 +326,8 @@ def test_chunks_ahead_of_a_boundary_have_to_be_present():
     ctx = bench.request()
     bench.manager.reach([PromptGroup(prompt[0], ahead=1)], ctx)
     bench.step()
-    assert bench.manager.reach([PromptGroup(prompt[0], ahead=1)], ctx) == (96, 0, False)
-    assert bench.manager.reach([PromptGroup(prompt[0])], ctx) == (112, 0, False)
+    assert bench.manager.reach([PromptGroup(prompt[0], ahead=1)], ctx)[:3] == (96, 0, False)
+    assert bench.manager.reach([PromptGroup(prompt[0])], ctx)[:3] == (112, 0, False)
 
 
 @settings(max_examples=100, deadline=None)

@@ -279,11 +279,6 @@ class TieringManager:
         return reach
 
     @_timed
-    def ready_run(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of these chunks, from the first on, ``prepare_load`` would pin now. No side effect."""
-        return self._primary.ready_run(keys) if self._begin() else 0
-
-    @_timed
     def announce(self, groups: Sequence[PromptGroup]) -> None:
         """Ask the tiers at once about a prompt whose ``reach`` will be asked for soon; between any two other calls."""
         if self._ready and not self._closed:
@@ -344,11 +339,20 @@ class TieringManager:
     @_timed
     def prepare_load(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> LoadPlan | None:
         """Pin readable chunks for a copy to the GPU; None, with nothing pinned, if one of them is not readable."""
-        state = self._requests.get(ctx) if self._begin() else None
-        plan = None if state is None else self._plans.prepare_load(keys, state)
-        if plan is not None and state is not None and state.landed:
-            self._prices.used(state)
-        return plan
+        return self._pin(keys, ctx) if self._begin() else None
+
+    @_timed
+    def prepare_part(
+        self, runs: Sequence[Sequence[OffloadKey]], ctx: RequestContext
+    ) -> tuple[LoadPlan, Sequence[int]] | None:
+        """Pin the chunks at the head of each run that are readable, of a load for which others are still on their way.
+
+        Return also how many those are, run by run; None, with nothing pinned, if there are none.
+        """
+        ready = [self._primary.ready_run(run) for run in runs] if self._begin() else []
+        keys = [key for run, chunks in zip(runs, ready, strict=False) for key in run[:chunks]]
+        plan = self._pin(keys, ctx) if keys else None
+        return None if plan is None else (plan, ready)
 
     @_timed
     def brought(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
@@ -523,6 +527,13 @@ class TieringManager:
             self._engine.close_region()
 
     # -- inside
+
+    def _pin(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> LoadPlan | None:
+        state = self._requests.get(ctx)
+        plan = None if state is None else self._plans.prepare_load(keys, state)
+        if plan is not None and state is not None and state.landed:
+            self._prices.used(state)
+        return plan
 
     def _begin(self) -> bool:
         """Poll the region and the tiers once a step, before any decision; return whether all ranks have joined."""

@@ -226,7 +226,9 @@ class Residency:
                 self._promotions.share(span.keys, state)
         if plan.shares:
             state.plan = plan
-        reach = Reach(ready, pending, unresolved=plan.has_more or bool(plan.shares))
+        first = min((span.keys[0] for span in plan.spans), key=group_of)
+        begins = self._primary.ready_run([first]) > 0
+        reach = Reach(ready, pending, plan.has_more or bool(plan.shares), begins)
         if reach.tokens and not reach.unresolved:
             state.answer = Answer(plan.question, reach, self._primary.changes)
         return reach

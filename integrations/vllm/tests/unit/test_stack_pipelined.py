@@ -23,24 +23,23 @@ class Manager:
         self.pinned, self.asked = [], []
         self.late = 0
 
-    def _left(self, keys):
-        return self.here - KEYS.index(keys[0])
-
-    def ready_run(self, keys):
-        return max(0, min(len(keys), self._left(keys)))
+    def ready_of(self, keys):
+        return max(0, min(len(keys), self.here - KEYS.index(keys[0]))) if keys else 0
 
     def reach(self, groups, _context, computed, end):
         keys = groups[0].keys[computed // 16 : end // 16]
         self.asked.append(list(keys))
-        ready = self.ready_run(keys) * 16
+        ready = self.ready_of(keys) * 16
         return Reach(ready, min(self.come * 16, len(keys) * 16 - ready), self.unresolved)
 
     def load_was_late(self):
         self.late += 1
 
-    def prepare_load(self, keys, _context):
+    def prepare_part(self, runs, _context):
+        ready = [self.ready_of(run) for run in runs]
+        keys = [key for run, chunks in zip(runs, ready, strict=True) for key in run[:chunks]]
         self.pinned += keys
-        return LoadPlan(len(self.pinned), keys, np.array([KEYS.index(key) for key in keys], np.int32))
+        return (LoadPlan(len(self.pinned), keys, np.frombuffer(b"".join(keys), np.uint8)), ready) if keys else None
 
 
 class Request:
@@ -94,12 +93,14 @@ def test_rows_follow_as_they_become_ready(made):
 def test_nothing_begins_before_the_first_row_is_there_and_only_so_many_at_a_time(made):
     manager, loads = made.manager, made.loads
     manager.come = 6
-    assert not loads.can_begin(KEYS)
+    assert not loads.can_begin(Reach(16, 80, False)), "another one than the first is readable"
     assert begin(loads) is None
+    assert (loads.begun, loads.are_open()) == (0, False)
     manager.here = 1
+    assert loads.can_begin(Reach(16, 80, False, begins=True))
     assert begin(loads, Request("a"))
     assert begin(loads, Request("b"))
-    assert not loads.can_begin(KEYS)
+    assert not loads.can_begin(Reach(16, 80, False, begins=True))
     assert begin(loads, Request("c")) is None
 
 
@@ -158,15 +159,12 @@ class Whole(Manager):
         super().__init__()
         self.here, self.tokens, self.are_ready = "", 96, False
 
-    def ready_run(self, keys):
+    def ready_of(self, keys):
         return next((at for at, key in enumerate(keys) if key.decode() not in self.here), len(keys))
 
     def reach(self, groups, _context, computed, end):
         self.asked.append((computed, end))
         return Reach(self.tokens, 0, False) if self.are_ready else Reach(0, self.tokens, self.unresolved)
-
-    def prepare_load(self, keys, _context):
-        return LoadPlan(1, keys, np.array([ord(key) for key in keys], np.int32))
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class Engine:
         self.manager = module.KvtiersManager(
             self.bench.manager, requests, 1, StepClock(), dict, lambda: None, core, alone=False
         )
-        self.manager.pipelined = SimpleNamespace(can_begin=lambda _keys: False, advance=lambda: None)
+        self.manager.pipelined = SimpleNamespace(can_begin=lambda _reach: False, advance=lambda: None)
         shown = SimpleNamespace(request_id="r", block_hashes=self.hashes, lora_request=None, cache_salt=None)
         requests.show(shown)
         request = requests.open("r", None)

@@ -184,7 +184,7 @@ class KvtiersManager(OffloadingManager):
         if self._describer is not None and reach.pending and request.described < computed + reach.tokens:
             request.described = computed + reach.tokens
             self._describe(request, keys, needed)
-        if reach.unresolved or (reach.pending and not self.pipelined.can_begin(keys.of_all(needed[:1]))):
+        if reach.unresolved or (reach.pending and not self.pipelined.can_begin(reach)):
             return True
         self._answers = set(needed)
         request.load = computed, computed + reach.tokens

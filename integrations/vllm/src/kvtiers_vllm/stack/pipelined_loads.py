@@ -5,7 +5,7 @@ prefix of which a part is still on its way from a tier; the rows follow in parts
 
 ::
 
-    scheduler   lookup: HIT for a run that is partly pending    prepare_load: the leading rows that are ready
+    scheduler   lookup: HIT for a run that is partly pending    prepare_part: the leading rows that are ready
                 each step: the next leading rows that are ready, as a plan of their own, until all have come
     worker      one job of vLLM's, a copy for each part; it ends with the copy of the last part
     at the end  chunks that did not come (the tier failed, or computing has become sooner) are reported as blocks
@@ -21,16 +21,14 @@ no load again, of this request or of those behind it, where these and the load's
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.types import LoadPlan
+from kvtiers.types import LoadPlan, Reach
 from kvtiers_vllm.stack.requests import OpenRequest
-from kvtiers_vllm.stack.worker import NO_PLAN, LoadPart, PlannedRows
+from kvtiers_vllm.stack.worker import LoadPart, PlannedRows
 
 __all__ = ["PipelinedLoads"]
 
@@ -91,27 +89,22 @@ class PipelinedLoads:
         self.begun = 0
         """Loads so far."""
 
-    def can_begin(self, first: Iterable[OffloadKey]) -> bool:
-        """Return whether a load that is partly pending can go on from now on: one of its first chunks is readable.
-
-        ``first``: that of each KV group.
-        """
-        if len(self._open) >= _MOST:
-            return False
-        with self._manager.lock:
-            return any(self._manager.ready_run([key]) for key in first)
+    def can_begin(self, reach: Reach) -> bool:
+        """Return whether a load of which some is pending can begin now: its first chunk is readable."""
+        return reach.begins and len(self._open) < _MOST
 
     def begin(
         self, request: OpenRequest, runs: Sequence[Sequence[OffloadKey]], computed: int, end: int
     ) -> PlannedRows | None:
         """Begin to load these chunks, by KV group, for these tokens of the prompt; None: it cannot be."""
-        if not self.can_begin(run[0] for run in runs):
+        if len(self._open) >= _MOST:
             return None
         load = _Load(next(self._ids), request, computed, end, list(map(_Run, runs)))
-        self._open[request] = load
-        self.begun += 1
-        rows = self._next_rows(load) or PlannedRows(NO_PLAN, request.context.request_id, np.empty(0, np.int32))
-        rows.load_id = load.load_id
+        rows = self._next_rows(load)
+        if rows is not None:
+            self._open[request] = load
+            self.begun += 1
+            rows.load_id = load.load_id
         return rows
 
     def advance(self) -> None:
@@ -178,11 +171,10 @@ class PipelinedLoads:
         """Pin the leading rows of each group that are ready; None: there are none."""
         context = load.request.context
         with self._manager.lock:
-            ready = [self._manager.ready_run(run.left()) for run in load.runs]
-            keys = [key for run, chunks in zip(load.runs, ready, strict=True) for key in run.left()[:chunks]]
-            plan = self._manager.prepare_load(keys, context) if keys else None
-        if plan is None:
+            part = self._manager.prepare_part([run.left() for run in load.runs], context)
+        if part is None:
             return None
+        plan, ready = part
         for run, chunks in zip(load.runs, ready, strict=True):
             run.done += chunks
         rows = self._start(plan, load.request)

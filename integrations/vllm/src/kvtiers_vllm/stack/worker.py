@@ -176,8 +176,7 @@ class KvtiersWorker(OffloadingWorker):
         """Begin a pipelined load; False: it is refused."""
         job = _pipelined(job_id, rows.request_id, _blocks(blocks), self._blocks_per_chunk)
         self._pipelined[rows.load_id] = job
-        if rows.plan_id != NO_PLAN:
-            self._copy_part(job, rows)
+        self._copy_part(job, rows)
         self.continue_loads(self._early.pop(rows.load_id, ()))
         return True
 
