@@ -313,8 +313,8 @@ def test_all_calls_of_the_engines_thread_count_as_its_time_and_none_twice(monkey
 
     takes(bench.tier["a"], "get_finished_jobs")
     takes(bench.tier["a"], "has_pending_work")
-    bench.tier["a"].ask_ahead = lambda keys: None
-    takes(bench.tier["a"], "ask_ahead")
+    bench.tier["a"].announce = lambda keys: None
+    takes(bench.tier["a"], "announce")
     takes(bench.engine, "new_weights")
     takes(bench.primary, "reset_cache")
     assert seconds(bench.manager.take_lost_ranks) == 1, "the first call of a step takes the tiers' events"

@@ -424,13 +424,13 @@ def test_asking_is_counted_once_for_each_chunk_and_request_whatever_is_asked_aga
 
 
 def ahead(bench, name="a"):
-    """Have a tier that can be asked ahead; what it is asked."""
+    """Have a tier that takes announcements; what is announced to it."""
     asked = []
-    bench.tier[name].ask_ahead = lambda keys: asked.append(list(keys))
+    bench.tier[name].announce = lambda keys: asked.append(list(keys))
     return asked
 
 
-def test_what_a_request_will_look_up_is_asked_ahead_as_far_as_the_primary_lacks_it():
+def test_what_a_request_will_look_up_is_announced_as_far_as_the_primary_lacks_it():
     bench = Bench(tiers={"a": {}, "b": {}})
     bench.store(KEYS[:3])
     first, second = ahead(bench), ahead(bench, "b")
@@ -439,7 +439,7 @@ def test_what_a_request_will_look_up_is_asked_ahead_as_far_as_the_primary_lacks_
     assert first == second == [KEYS[3:]]
 
 
-def test_a_tier_that_cannot_be_asked_ahead_or_is_not_there_or_raises_is_left_alone():
+def test_a_tier_that_takes_no_announcement_or_is_not_there_or_raises_is_left_alone():
     bench = Bench(tiers={"a": {}, "b": {}})
     bench.step()
     bench.manager.announce([PromptGroup(KEYS)])
@@ -449,7 +449,7 @@ def test_a_tier_that_cannot_be_asked_ahead_or_is_not_there_or_raises_is_left_alo
     assert not asked
 
     bench.tier["a"].available = True
-    bench.tier["a"].ask_ahead = lambda keys: 1 / 0
+    bench.tier["a"].announce = lambda keys: 1 / 0
     bench.manager.announce([PromptGroup(KEYS)])
     bench.manager.shutdown(0.0)
     asked = ahead(bench, "b")

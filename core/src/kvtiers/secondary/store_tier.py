@@ -34,7 +34,7 @@ _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
 _TRIED_AGAIN = (
     "its lookups miss until it is back. It is tried again by itself; 'kvtiers check' with its config says more"
 )
-_MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
+_MOST_ANNOUNCED = 64  # questions in flight; the others that are allowed are for lookups
 
 
 class ChunkStoreTier(EventTier):
@@ -242,9 +242,9 @@ class ChunkStoreTier(EventTier):
             outlook = "its lookups miss" if error == BUMPED else _TRIED_AGAIN
             _log.warning("%s: out of use: %s; %s", self._name, error, outlook)
 
-    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Ask at once about a prefix that will be looked up soon, and send whatever else is to be asked."""
-        if self._lookups.open_probes < _MOST_ASKED_AHEAD:
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask at once about chunks that will be looked up soon, and send whatever else is to be asked."""
+        if self._lookups.open_probes < _MOST_ANNOUNCED:
             self._lookups.ask(keys)
             self._lookups.flush()
             self._hosts.flush()

@@ -80,8 +80,8 @@ class EventTier(SecondaryTierManager):
         """Return whether a lookup of each of these chunks would be a MISS, without asking the store."""
         return False
 
-    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Ask about a prefix that will be looked up soon; between any two other calls."""
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask about chunks that will be looked up soon; between any two other calls."""
 
     def submit_delete(self, job: TransferJob) -> None:
         """Start to remove the chunks of a job, which has no rows; only if it ``can_delete``."""

@@ -287,7 +287,7 @@ class TieringManager:
                 self._metrics.misuse += 1
                 return
             for slot in self._slots if keys else ():
-                slot.ask_ahead(keys)
+                slot.announce(keys)
 
     @_timed
     def keep(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> None:

@@ -117,10 +117,10 @@ class TierSlot:
         """Return whether the tier has said of each of these chunks that it lacks it, and would say so again."""
         return self._is_yes(self.tier.lacks_all, keys)
 
-    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Ask the tier at once about a prefix that will be looked up soon, if it can be asked ahead."""
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask the tier at once about chunks that will be looked up soon, if it does something about that."""
         if self.available():
-            self._do(self.tier.ask_ahead, keys)
+            self._do(self.tier.announce, keys)
 
     def submit(self, job: TransferJob) -> bool:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""

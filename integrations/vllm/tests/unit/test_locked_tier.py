@@ -25,14 +25,14 @@ class CalledTier(ChunkStoreTier):
     def is_available(self):
         return True
 
-    def ask_ahead(self, keys):
-        self.calls.append("ask_ahead")
+    def announce(self, keys):
+        self.calls.append("announce")
 
 
 def _called(name, answer):
     def call(self, *_arguments):
         self.calls.append(name)
-        self.asked.ask_ahead([KEY])
+        self.asked.announce([KEY])
         return answer
 
     return call
@@ -69,8 +69,8 @@ def test_no_probe_is_sent_while_the_tier_is_in_a_call_and_any_after_it(call, cal
     tier.asked = LockedTier(TierSlot(0, tier, TierOptions("near")))
     call(tier.asked)
     assert tier.calls == calls
-    tier.asked.ask_ahead([KEY])
-    assert tier.calls == [*calls, "ask_ahead"]
+    tier.asked.announce([KEY])
+    assert tier.calls == [*calls, "announce"]
 
 
 def test_a_tier_whose_loads_cannot_release_their_rows_is_not_asked_to():
@@ -83,15 +83,15 @@ def test_a_tier_is_left_after_its_last_question():
     tier, order = CalledTier(), []
     inside, go_on = threading.Event(), threading.Event()
 
-    def ask_ahead(keys):
+    def announce(keys):
         inside.set()
         go_on.wait(10)
         order.append("asked")
 
-    tier.ask_ahead = ask_ahead
+    tier.announce = announce
     slot = TierSlot(0, tier, TierOptions("near"))
     asked = LockedTier(slot)
-    asker = threading.Thread(target=asked.ask_ahead, args=([KEY],))
+    asker = threading.Thread(target=asked.announce, args=([KEY],))
     leaver = threading.Thread(target=lambda: (asked.leave(), order.append("left")))
     asker.start()
     assert inside.wait(10)

@@ -407,7 +407,7 @@ def test_a_store_holds_its_rows_no_longer_than_a_bound_for_a_file_system_that_ha
     gate.opened.set()
 
 
-def test_the_keys_that_are_asked_ahead_are_those_of_the_lookup(book):
+def test_the_keys_that_are_announced_are_those_of_the_lookup(book):
     request = SimpleNamespace(request_id="one", block_hashes=[HASH, b"i" * 32], lora_request=None, cache_salt="mine")
     ahead = book.announced(request)[0].keys
     book.show(request)
@@ -483,7 +483,7 @@ def test_a_key_that_vllm_has_kept_of_a_token_that_it_discarded_takes_the_request
     assert request.keys is None
 
 
-def test_a_request_of_which_this_release_offers_other_blocks_has_no_keys_and_is_not_asked_ahead(versions, digests):
+def test_a_request_of_which_this_release_offers_other_blocks_has_no_keys_and_is_not_announced(versions, digests):
     weights = Weights("commit-1", versions, versions.resets)
     book = RequestBook(
         GROUPS, weights, digests, lookup_wait=0.02, offloads_rightly=lambda request: not request.resumable
@@ -525,7 +525,7 @@ def test_what_a_session_may_have_left_in_vllms_own_cache_is_stored_for_no_other_
     assert opens("after a reset")
 
 
-def test_nothing_is_asked_ahead_for_a_request_whose_adapter_is_to_be_looked_at_first(book, tmp_path):
+def test_nothing_is_announced_for_a_request_whose_adapter_is_to_be_looked_at_first(book, tmp_path):
     request = SimpleNamespace(request_id="one", block_hashes=[HASH], lora_request=adapter(tmp_path), cache_salt=None)
     assert not book.announced(request)
 

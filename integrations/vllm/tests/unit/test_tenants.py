@@ -123,7 +123,7 @@ class Recorded(TierDriver):
         self.keys.append(key)
         return super().lookup(key, request_id)
 
-    def ask_ahead(self, keys):
+    def announce(self, keys):
         self.keys += keys
 
     def submit(self, job_id, keys, rows, request_id, *, is_promotion, ends=lambda _key: None):

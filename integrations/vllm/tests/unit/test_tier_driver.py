@@ -482,21 +482,21 @@ def test_the_next_step_is_not_idle_because_the_last_one_was(idle):
     assert idle.driver.lookup(KEYS[0], "a") is RETRY
 
 
-def test_what_was_asked_ahead_is_known_at_the_first_lookup(bench):
+def test_what_was_announced_is_known_at_the_first_lookup(bench):
     bench.store_rows(KEYS[:2], [0, 1])
     bench.tier._lookups.clear()
-    bench.driver.ask_ahead(KEYS)
+    bench.driver.announce(KEYS)
     bench.until(lambda: not bench.tier.stats()["open_probes"])
     bench.driver.request_started("b", None)
     assert [bench.driver.lookup(key, "b") for key in KEYS[:3]] == [HIT, HIT, MISS]
 
 
-def test_who_asks_ahead_does_not_wait_for_the_engine_nor_reach_into_its_calls(bench):
+def test_who_announces_does_not_wait_for_the_engine_nor_reach_into_its_calls(bench):
     bench.store.gate.clear()
     with bench.driver._tier._in_call:
-        bench.driver.ask_ahead(KEYS)
+        bench.driver.announce(KEYS)
     assert not bench.tier.stats()["open_probes"]
-    bench.driver.ask_ahead(KEYS)
+    bench.driver.announce(KEYS)
     assert bench.tier.stats()["open_probes"]
     bench.store.gate.set()
 

@@ -121,20 +121,20 @@ def test_a_question_that_cannot_be_sent_is_a_miss(tier, backend, keys):
     assert lookup(tier, keys) == [MISS]
 
 
-def test_what_is_asked_ahead_is_sent_at_once_and_answered_by_the_time_of_the_lookup(tier, backend, keys):
-    tier.ask_ahead(keys)
+def test_what_is_announced_is_sent_at_once_and_answered_by_the_time_of_the_lookup(tier, backend, keys):
+    tier.announce(keys)
     [(probe_id, asked)] = backend.probes
     assert asked == keys
     assert lookup(tier, keys) == [RETRY]
     backend.say(Probed(probe_id, b"\1\1\0"))
     step(tier)
     assert lookup(tier, keys) == [HIT, HIT, MISS]
-    tier.ask_ahead(keys)
+    tier.announce(keys)
     assert len(backend.probes) == 1, "what is known is not asked again"
 
 
-def test_questions_asked_ahead_leave_room_for_those_of_lookups(tier, backend, kit):
+def test_announced_questions_leave_room_for_those_of_lookups(tier, backend, kit):
     for number in range(200):
-        tier.ask_ahead([kit.key(2 * number), kit.key(2 * number + 1)])
+        tier.announce([kit.key(2 * number), kit.key(2 * number + 1)])
     assert len(backend.probes) == 64
     assert lookup(tier, [kit.key(1000)]) == [RETRY], "not a MISS, as for one question too many"

@@ -7,7 +7,7 @@ calls of the engine's thread or not at all, so neither thread waits longer than 
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvtiers.api import OffloadKey, TierRequest, TransferJob, make_offload_key
@@ -15,24 +15,25 @@ from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.secondary.tier_jobs import TierEvent
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["LockedTier", "prefix_keys"]
+__all__ = ["LockedTier", "prompt_keys"]
 
 
-def prefix_keys(offloading: Any, request: Any) -> Iterator[Sequence[OffloadKey]]:
-    """Yield the keys by which vLLM's own manager looks a request up, of models whose KV is all of one kind.
+def prompt_keys(offloading: Any, request: Any) -> Sequence[OffloadKey]:
+    """Return the keys by which vLLM's own manager looks a request up; none of a model with several KV groups.
 
-    ``offloading``: vLLM's ``OffloadingConfig``.
+    ``offloading``: vLLM's ``OffloadingConfig``, which does not say what a group has windows of, or states.
     """
-    if len(offloading.groups) == 1:
-        (group,) = offloading.groups
-        number = int(getattr(group, "group_id", 0))
-        chunk_tokens = int(group.tokens_per_block) * int(offloading.cache.blocks_per_chunk)
-        every = chunk_tokens // int(offloading.cache.tokens_per_hash)
-        yield [make_offload_key(bytes(end), number) for end in request.block_hashes[every - 1 :: every]]
+    if len(offloading.groups) != 1:
+        return ()
+    (group,) = offloading.groups
+    number = int(getattr(group, "group_id", 0))
+    chunk_tokens = int(group.tokens_per_block) * int(offloading.cache.blocks_per_chunk)
+    every = chunk_tokens // int(offloading.cache.tokens_per_hash)
+    return [make_offload_key(bytes(end), number) for end in request.block_hashes[every - 1 :: every]]
 
 
 class LockedTier:
-    """Calls the tier in ``slot``, one call at a time. All but ``ask_ahead`` and ``tend`` is for the engine's thread."""
+    """Calls the tier in ``slot``, one call at a time. All but ``announce`` and ``tend`` is for the engine's thread."""
 
     def __init__(self, slot: TierSlot) -> None:
         self._slot = slot
@@ -40,11 +41,11 @@ class LockedTier:
         """The tier, if its loads can release their rows before they end."""
         self._in_call = threading.Lock()
 
-    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
         """Probe for a prefix that will be looked up soon; not while the tier is in a call. Any thread."""
         if self._in_call.acquire(blocking=False):
             try:
-                self._slot.ask_ahead(keys)
+                self._slot.announce(keys)
             finally:
                 self._in_call.release()
 

@@ -21,7 +21,7 @@ from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.life import FirstReport
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.build import begin_start_line, open_tier
-from kvtiers_vllm.own_tiering.locked_tier import prefix_keys
+from kvtiers_vllm.own_tiering.locked_tier import prompt_keys
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, open_status, tier_definitions
 from kvtiers_vllm.own_tiering.options import load_tier_options
 from kvtiers_vllm.own_tiering.tier_names import PREFIX, tier_names
@@ -164,8 +164,8 @@ class KvtiersTier(SecondaryTierManager):
         if is_out:
             return
         tenant = self._tenant_of(request)
-        for keys in prefix_keys(self._offloading, request) if tenant is not None else ():
-            self._driver.ask_ahead([with_tenant(key, tenant) for key in keys] if tenant else keys)
+        if tenant is not None and (keys := prompt_keys(self._offloading, request)):
+            self._driver.announce([with_tenant(key, tenant) for key in keys] if tenant else keys)
 
     def _stop_storing(self) -> None:
         """Store nothing from now on: a tier does not see which blocks come from vLLM's own prefix cache."""

@@ -13,7 +13,7 @@ RETRY                            the probe is in flight
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
 
-Runs on the engine's thread; ``ask_ahead``, ``tend`` (``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
+Runs on the engine's thread; ``announce``, ``tend`` (``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
 """
 
 import time
@@ -160,9 +160,9 @@ class TierDriver:
         self.metrics.wait_expired += 1
         return LookupResult.MISS
 
-    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
         """Probe for a prefix that will be looked up soon; not while the engine calls the tier. Any thread."""
-        self._tier.ask_ahead(keys)
+        self._tier.announce(keys)
 
     # -- jobs
 
@@ -264,7 +264,7 @@ class TierDriver:
 
     def _rest_for_answer(self, keys: Sequence[OffloadKey]) -> bool:
         """Send the probe, and pause for the answer; False if this step has paused long enough."""
-        self._tier.ask_ahead(keys)
+        self._tier.announce(keys)
         if not self._backoff.for_answer():
             return False
         self._ledger.poll()
