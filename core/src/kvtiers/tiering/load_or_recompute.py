@@ -180,7 +180,7 @@ class Waits:
         tokens_per_chunk = tokens / max(1, total)
         left = self._seconds_by_gpu(max(state.load_tokens, tokens), state)
         left -= 0.0 if state.load_since is None else now - state.load_since
-        in_flight = slot.metrics.loading_chunks
+        in_flight = slot.metrics.loading_chunks + slot.promised_chunks
         own = 0 if slot.rate.seconds_per_chunk is not None else min(in_flight, state.loading.get(slot, (0, 0))[1])
         soon = slot.rate.expected(chunks, in_flight - own, now)
         left += self._spared(slot, in_flight, tokens_per_chunk)
@@ -261,12 +261,12 @@ class Waits:
         if state.lookup_since is None:
             self.unasked.add(state)
             return False
-        longest = self._options.lookup_wait
-        if self.decides:
-            # What a tier brings for others is before the request's own chunks, whenever the answer comes.
-            share = LATE if any(slot.metrics.loading_chunks for slot in silent) else LOOKUP
-            longest = max(longest, share * state.prompt_tokens * self._seconds_per_token(state))
-        return self._clock() - state.lookup_since >= longest
+        waited = self._clock() - state.lookup_since
+        if waited < self._options.lookup_wait or not self.decides:
+            return waited >= self._options.lookup_wait
+        # What a tier brings for others is before the request's own chunks, whenever the answer comes.
+        share = LATE if any(slot.metrics.loading_chunks for slot in silent) else LOOKUP
+        return waited >= share * state.prompt_tokens * self._seconds_per_token(state)
 
     def questions_sent(self) -> None:
         """Begin the waits for answers of the requests that were the first to ask in this step, which ends now."""
@@ -275,14 +275,18 @@ class Waits:
             state.lookup_since = now
         self.unasked.clear()
 
+    def load_begins(self, state: RequestState) -> None:
+        """Record what is beside a request, and before it, that begins to wait for loads."""
+        state.queue = self.gpu.ahead, self.behind(state)
+        state.was_beside = self._is_beside(state)
+        state.ended_before = {slot: slot.ended_chunks for slot in state.slots}
+
     def load_over(self, state: RequestState, tokens: int) -> bool:
         """Return whether a request has waited long enough for this many tokens' chunks, or computing is sooner."""
         now = self._clock()
         if state.load_since is None:
             state.load_since = now
-            state.queue = self.gpu.ahead, self.behind(state)
-            state.was_beside = self._is_beside(state)
-            state.ended_before = {slot: slot.ended_chunks for slot in state.slots}
+            self.load_begins(state)
         state.load_tokens = max(state.load_tokens, tokens)
         if not state.load_over:
             waited = now - state.load_since

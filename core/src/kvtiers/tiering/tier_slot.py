@@ -71,6 +71,8 @@ class TierSlot:
         self.rate = LoadRate()
         self.reserved_chunks = 0
         """Chunks for which a row was reserved so far, for this tier to fill."""
+        self.promised_chunks = 0
+        """Chunks that it is to load, for an engine that begins loads at the end of its step."""
         self.not_stored: OffloadKey | None = None
         """The last chunk that the tier was given and did not store, until it is offered again."""
         self._offered_at = -math.inf

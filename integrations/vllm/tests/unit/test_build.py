@@ -110,7 +110,7 @@ def test_until_something_was_computed_the_dearer_of_prior_and_estimate_stands(fi
         memoryview(rows).cast("B", (ROWS, ROW)) as view,
     ):
         driver = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0").driver
-        found = driver._prompts.cost.seconds_per_token
+        found = driver._waits.cost.seconds_per_token
         driver.close(10.0)
     assert found == 7e-4 if estimate else 0 < found < 7e-4
 

@@ -13,7 +13,7 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.store_tier import ChunkStoreTier
-from kvtiers.tiering.load_or_recompute import LATE
+from kvtiers.tiering.load_or_recompute import LATE, LOOKUP
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 
@@ -277,6 +277,38 @@ def test_a_request_waits_no_longer_than_lookup_wait_for_all_its_answers_together
     assert bench.driver.metrics.wait_expired == 2
     bench.driver.request_started("b", None)
     assert bench.driver.lookup(KEYS[1], "b") is RETRY
+
+
+@pytest.mark.parametrize("load_wait", [None])
+def test_a_long_prompt_waits_longer_for_answers_where_computing_it_takes_long(bench):
+    computed(bench, "z", 640, 6.4)
+    bench.driver.expect("b", 3200)
+    bench.driver.request_started("b", None)
+    bench.store.gate.clear()
+    assert bench.driver.lookup(KEYS[0], "b") is RETRY
+    bench.driver.end_step()
+    bench.clock.now += LOOKUP * 3200 * 0.01 - 0.001
+    assert bench.driver.lookup(KEYS[0], "b") is RETRY
+    bench.clock.now += 0.002
+    assert bench.driver.lookup(KEYS[0], "b") is MISS
+
+
+@pytest.mark.parametrize("load_wait", [None])
+def test_a_load_that_computing_overtakes_releases_its_rows_and_its_request_loads_no_more(bench):
+    computed(bench, "z", 640, 6.4)
+    bench.store_rows(KEYS[:2], [3, 5])
+    assert bench.lookup(KEYS[1]) is HIT
+    bench.slot.rate.add(10, 0.1, bench.clock.now)
+    bench.store.gate.clear()
+    bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)
+    bench.clock.now += 0.1
+    bench.step()
+    assert bench.driver.has_jobs()
+    bench.slot.rate.add(64, 64.0, bench.clock.now)
+    assert not bench.result(2).success
+    assert (bench.driver.metrics.recomputed_cheaper, bench.driver.metrics.wait_expired) == (1, 0)
+    assert bench.driver.lookup(KEYS[1], "a") is MISS
+    bench.store.gate.set()
 
 
 def test_a_job_that_hangs_is_reported_only_when_its_rows_are_free(bench):

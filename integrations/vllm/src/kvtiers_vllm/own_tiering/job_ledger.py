@@ -10,7 +10,6 @@ ids are vLLM's, and an engine has the one ledger or the other.
 Runs on the engine's thread. Nothing raises.
 """
 
-import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,19 +32,10 @@ Ends = Callable[[OffloadKey], int | None]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The state of a request: since when it waits, and which chunks are misses for it.
-
-    ``loads``: in flight, since ``loads_since``; ``loads_waited``: seconds in which those before were; ``loads_over``:
-    when it has waited enough for those in flight.
-    """
+    """The state of a request: its prompt, and which chunks are misses for it."""
 
     context: RequestContext
     prompt: Prompt
-    waits_since: float | None = None
-    loads: int = 0
-    loads_since: float = 0.0
-    loads_waited: float = 0.0
-    loads_over: float = math.inf
     left_out: bool = False
     lost: set[OffloadKey] = field(default_factory=set)
     landed: dict[OffloadKey, int | None] = field(default_factory=dict)
@@ -115,10 +105,12 @@ class JobLedger:
         """Submit a job to the tier; its one result always comes by ``take_results``."""
         now = self._clock()
         job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
-        ticket = self._load_begins(request, keys, now) if is_promotion else 0
+        ticket = 0
+        if is_promotion:
+            self._prompts.load_begins(request.prompt, len(keys), self.extent(keys)[0])
+            ticket = self._slot.rate.begins(now)
         running = self.jobs[job_id] = Running(job, request, now, ends, ticket)
         self.metrics.running_jobs += 1
-        self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
         usable = self._slot.available() and (is_promotion or not self._drops_stores())
         self.metrics.dropped_cascades += len(job.keys) if not usable and not is_promotion else 0
         if not usable or not self._tier.submit(job):
@@ -187,23 +179,6 @@ class JobLedger:
         if results:
             self._slot.rate.look_ends(self._clock())
 
-    def _load_begins(self, request: Request, keys: Sequence[OffloadKey], now: float) -> int:
-        """Record a load, and until when its request waits; return the load's ticket.
-
-        Between loads it does not wait: vLLM may compute it, preempt it, and load it again much later.
-        """
-        if not request.loads:
-            request.loads_since = now
-        request.loads += 1
-        wait = self._prompts.loads(request.prompt, self.extent(keys)[0])
-        request.loads_over = request.loads_since + wait - request.loads_waited
-        return self._slot.rate.begins(now)
-
-    def _load_ended(self, request: Request) -> None:
-        request.loads -= 1
-        if not request.loads:
-            request.loads_waited += self._clock() - request.loads_since
-
     def _load_measured(self, running: Running, result: JobResult) -> None:
         """Record the tier's speed from a load, also if its request no longer waited for it."""
         good = good_keys(running.job, result)
@@ -216,12 +191,15 @@ class JobLedger:
             if (running := self.jobs.get(job_id)) is not None:
                 self._late[job_id] = running
                 self._finish(running, JobResult(job_id, success=False))
-        now = self._clock() if self.jobs else 0.0
         for running in self.jobs.values():
-            is_over = running.job.is_promotion and now >= running.request.loads_over
-            if is_over and not (running.released or running.failed_in_use):
+            prompt = running.request.prompt
+            is_waited_for = running.job.is_promotion and not (running.released or running.failed_in_use)
+            if is_waited_for and self._prompts.wait_is_over(prompt):
                 running.released = True
-                self.metrics.wait_expired += len(running.job.keys)
+                if prompt.state.is_overtaken:
+                    self.metrics.recomputed_cheaper += len(running.job.keys)
+                else:
+                    self.metrics.wait_expired += len(running.job.keys)
                 self._tier.release(running.job.job_id)
 
     def _expire(self, now: float) -> None:
@@ -253,10 +231,9 @@ class JobLedger:
         good = good_keys(job, result)
         nbytes, seconds = moved(result)
         if job.is_promotion:
-            self._load_ended(running.request)
+            self._prompts.load_ends(running.request.prompt, len(job.keys))
             if job.job_id not in self._late:
                 self._load_measured(running, result)
-            metrics.loading_chunks -= len(job.keys)
             metrics.loaded_chunks += len(good)
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
@@ -291,7 +268,7 @@ class JobLedger:
         request.landed, request.landed_seconds = {}, 0.0
         if landed:
             tokens, position = self.extent(list(landed), landed.get, request.prompt.before)
-            computing = self._prompts.cost.seconds(tokens, position)
+            computing = self._prompts.waits.cost.seconds(tokens, position)
             if computing is not None:
                 self._slot.count_saved(computing, self._slot.seconds_of(len(landed), seconds))
 

@@ -1,25 +1,28 @@
-"""Load or recompute under vLLM's own tiering, with the model of ``load_or_recompute.py`` in core.
+"""Load or recompute under vLLM's own tiering: core's decision (``load_or_recompute.py``), where vLLM asks key by key.
 
-vLLM looks up chunk by chunk, so the length of a tier's hit is not known when the first chunk is decided. The prompt's
-length is used instead, known from the request's arrival, and the decision holds for all its chunks in that step,
-and for as long as it has loads. Loads that were decided in a step are submitted at its end: until then they are
-promised. A prompt of unknown length is loaded. The queue before a prompt is those that vLLM has begun, for as long as
-computing them takes by the clock; behind it are those that have arrived and were neither begun nor loaded.
+The length of a tier's hit is not known when the first chunk is decided. The prompt's length is used instead, known from
+the request's arrival, and the decision holds for all its chunks in that step, and for as long as it has loads. Loads
+that were decided in a step are submitted at its end: until then they are promised. A prompt of unknown length is
+loaded, and so is any where ``load_wait`` was given, unless none of the tier's loads in flight has landed for as long as
+a request would wait.
 
-A request's wait for its loads is bounded by the tokens that they load, which are known then. A single late load does
-not stop loads for others. A tier whose loads in flight all fail to land does: its assumed load time is at least
-the time of that silence, also where ``load_wait`` was given.
+The queue before a prompt is those that vLLM has begun, for as long as computing them takes by the clock; behind it are
+those that have arrived and were neither begun nor loaded. A request's wait for its loads is bounded by the tokens that
+they load, which are known then. Between its loads it does not wait: vLLM may compute it, preempt it, and load it again
+much later.
 """
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.estimates import PrefillCost
-from kvtiers.tiering.load_or_recompute import LATE, GpuQueue
+from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import RequestContext
 
 __all__ = ["PrefillRate", "Prompt", "Prompts"]
 
@@ -30,21 +33,19 @@ _INTERVALS = 2
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One request's, in tokens. ``queue``: those of others before it and behind it when its loads began.
+    """One request's, in tokens. ``state``: by which core decides.
 
-    ``loaded``: since it was last begun; ``before``: those that were loaded when it was.
-    ``decided_in``: which step. ``promised``: chunks that it is to load, and of which no load has begun.
+    ``loading``, ``loaded``: since it was last begun; ``before``: those that were loaded when it was.
+    ``decided_in``: which step. ``loads``: in flight; ``idle_since``: when the last one has ended, if there is none.
     ``trial``: how many chunks are loaded only to measure the tier; ``tried``: those of them that were asked for.
     """
 
-    tokens: int = 0
-    has_come: bool = False
-    is_taken_up: bool = False
+    state: RequestState
     is_loaded: bool = False
     decided_in: int = -1
-    promised: int = 0
-    queue: tuple[float, int] | None = None
-    loading: float = 0
+    loads: int = 0
+    idle_since: float = 0.0
+    loading: int = 0
     loaded: int = 0
     before: int = 0
     trial: int = 0
@@ -57,22 +58,18 @@ class Prompts:
     def __init__(
         self,
         slot: TierSlot,
-        cost: PrefillCost,
+        options: TieringOptions,
         tokens_per_chunk: Sequence[int],
-        lookup_wait: float,
-        load_wait: float | None,
         clock: Callable[[], float],
     ) -> None:
-        self.cost = cost
+        self.waits = Waits(options, clock, options.prefill_cost())
         self._slot = slot
         self._chunk_tokens = max(tokens_per_chunk, default=0)
-        self._lookup_wait = lookup_wait
-        self._load_wait = load_wait
+        self._has_groups = len(tokens_per_chunk) > 1
+        self._longest_silence = options.lookup_wait if options.load_wait is None else options.load_wait
         self._clock = clock
-        self._gpu = GpuQueue(cost, clock)
         self._expected: OrderedDict[str, int] = OrderedDict()
         self._step = 0
-        self._promised = 0
 
     # -- a prompt's way
 
@@ -82,37 +79,29 @@ class Prompts:
         if len(self._expected) > _MOST_EXPECTED:
             self._expected.popitem(last=False)
 
-    def new(self, request_id: str) -> Prompt:
+    def new(self, context: RequestContext) -> Prompt:
         """Return the prompt of a request, which may have been expected."""
-        return Prompt(self._expected.pop(request_id, 0))
+        tokens = self._expected.pop(context.request_id, 0)
+        return Prompt(RequestState(context, (self._slot,), prompt_tokens=tokens, is_whole=self._has_groups))
 
     def forget(self, request_id: str) -> None:
         """Forget a request that is over: vLLM prepares each further input of a session, and announces none."""
         self._expected.pop(request_id, None)
 
-    def came(self, prompt: Prompt) -> None:
-        """Record that a request has arrived, and waits for its turn."""
-        prompt.has_come = True
-        self._gpu.waiting += prompt.tokens
-
-    def taken_up(self, prompt: Prompt) -> None:
-        """Record that a prompt no longer waits for the GPU: it is begun, loaded, or over."""
-        self._promise(prompt, 0)
-        if prompt.has_come and not prompt.is_taken_up:
-            prompt.is_taken_up = True
-            self._gpu.waiting -= prompt.tokens
-
     def computes(self, prompt: Prompt) -> None:
         """Record that the engine begins a prompt: its chunks not loaded are computed. Then it is decided again."""
-        self.taken_up(prompt)
-        self._gpu.computes(max(0, prompt.tokens - prompt.loaded))
-        prompt.is_loaded, prompt.decided_in, prompt.queue = False, -1, None
+        self.waits.taken_up(prompt.state)
+        self.waits.gpu.computes(max(0, prompt.state.prompt_tokens - prompt.loaded))
+        prompt.state.loading.clear()
+        prompt.is_loaded, prompt.decided_in = False, -1
         prompt.before = prompt.loaded
         prompt.loading = prompt.loaded = prompt.trial = 0
         prompt.tried.clear()
 
     def end_step(self) -> None:
-        """End the step: later decisions use the state of the next one."""
+        """End the step: its loads are submitted, and later decisions use the state of the next one."""
+        self._slot.promised_chunks = 0
+        self.waits.questions_sent()
         self._step += 1
 
     # -- decisions
@@ -127,50 +116,54 @@ class Prompts:
             prompt.tried.add(key)
         return key in prompt.tried
 
-    def loads(self, prompt: Prompt, tokens: int) -> float:
-        """Record a load of this many tokens; return its request's wait budget for all its loads."""
-        if prompt.queue is None:
-            prompt.queue = self._gpu.ahead, self._behind(prompt)
-        self.taken_up(prompt)
-        prompt.loading = min(prompt.loading + tokens, prompt.tokens or math.inf)  # windows save no tokens of their own
-        if self._load_wait is not None:
-            return self._load_wait
-        return self._at_least(LATE * self._seconds(prompt.loading, *prompt.queue))
+    def load_begins(self, prompt: Prompt, chunks: int, tokens: int) -> None:
+        """Record a load of so many chunks, which saves computing so many tokens; its request waits for it."""
+        state, slot = prompt.state, self._slot
+        is_first = not state.loading  # since it was begun
+        self._leave_out_pause(prompt)
+        self.waits.taken_up(state)
+        slot.metrics.loading_chunks += chunks
+        slot.reserved_chunks += chunks
+        state.loading[slot] = slot.reserved_chunks, state.loading.get(slot, (0, 0))[1] + chunks
+        prompt.loads += 1
+        prompt.loading += tokens
+        if state.prompt_tokens:  # windows save no tokens of their own
+            prompt.loading = min(prompt.loading, state.prompt_tokens)
+        if is_first:
+            self.waits.load_begins(state)
+        self.waits.load_over(state, prompt.loading)
+
+    def load_ends(self, prompt: Prompt, chunks: int) -> None:
+        """Record the end of a load of so many chunks."""
+        self._slot.metrics.loading_chunks -= chunks
+        prompt.loads -= 1
+        prompt.idle_since = self._clock()
+
+    def wait_is_over(self, prompt: Prompt) -> bool:
+        """Return whether a request has waited long enough for its loads, or computing it is sooner."""
+        return self.waits.load_over(prompt.state, prompt.loading)
 
     def _decide(self, prompt: Prompt) -> None:
         prompt.decided_in = self._step
-        self._promise(prompt, 0)
-        prompt.is_loaded = self._is_sooner(prompt)
+        self._leave_out_pause(prompt)
+        tokens = prompt.state.prompt_tokens
+        chunks = tokens // max(1, self._chunk_tokens)
+        if self.waits.decides and chunks:
+            prompt.is_loaded = self.waits.is_sooner(self._slot, chunks, tokens, chunks, prompt.state)
+        else:
+            prompt.is_loaded = self._slot.rate.stalled(self._clock()) < self._longest_silence
         if prompt.is_loaded:
-            self._promise(prompt, prompt.tokens // max(1, self._chunk_tokens))
-        elif self._load_wait is None and not prompt.trial:
-            prompt.trial = self._slot.trial(self._clock())
+            self.waits.taken_up(prompt.state)
+            self._slot.promised_chunks += chunks
+        elif self.waits.decides and not prompt.trial:
+            prompt.trial = self.waits.trial(self._slot)
 
-    def _promise(self, prompt: Prompt, chunks: int) -> None:
-        if prompt.has_come and not prompt.is_taken_up:  # a prompt that is loaded does not wait for the GPU
-            self._gpu.waiting += prompt.tokens * (bool(prompt.promised) - bool(chunks))
-        self._promised += chunks - prompt.promised
-        prompt.promised = chunks
-
-    def _is_sooner(self, prompt: Prompt) -> bool:
-        rate, now = self._slot.rate, self._clock()
-        if self._load_wait is not None:
-            return rate.stalled(now) < self._load_wait
-        if not (prompt.tokens and self._chunk_tokens):
-            return rate.stalled(now) <= self._at_least(0.0)
-        chunks = prompt.tokens // self._chunk_tokens
-        soon = rate.expected(chunks, self._slot.metrics.loading_chunks + self._promised, now)
-        return soon <= self._at_least(self._seconds(prompt.tokens, self._gpu.ahead, self._behind(prompt)))
-
-    def _behind(self, prompt: Prompt) -> int:
-        own = prompt.tokens if prompt.has_come and not (prompt.is_taken_up or prompt.promised) else 0
-        return self._gpu.waiting - own
-
-    def _seconds(self, own: float, ahead: float, behind: int) -> float:
-        return (ahead + own + min(behind, own)) * self.cost.seconds_per_token
-
-    def _at_least(self, seconds: float) -> float:
-        return seconds if self.cost.is_measured else max(self._lookup_wait, seconds)
+    def _leave_out_pause(self, prompt: Prompt) -> None:
+        """Let the time since a request's last load not count as a wait for loads."""
+        if prompt.state.load_since is not None and not prompt.loads:
+            now = self._clock()
+            prompt.state.load_since += now - prompt.idle_since
+            prompt.idle_since = now
 
 
 @dataclass(slots=True, eq=False)

@@ -7,8 +7,8 @@ its result in ``job_ledger.py``. The rest is decided at each lookup:
 a lookup is                      when
 ===============================  ==================================================================
 MISS                             the tier is off, or its breaker open; the request is left out, lost
-                                 this chunk before, or has waited ``lookup_wait`` for an answer, or
-                                 ``load_wait`` for loads; computing its prompt is sooner
+                                 this chunk before, or has waited long enough for an answer, or for
+                                 loads; computing its prompt is sooner
 RETRY                            the probe is in flight
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvtiers.api import JobResult, LookupResult, OffloadKey
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.store_tier import ChunkStoreTier
-from kvtiers.tiering.estimates import PrefillCost
+from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
@@ -73,15 +73,14 @@ class TierDriver:
         self._began: float | None = None  # a step, with its first question
         self._began_idle = False
         self._ended = 0.0  # the one before
-        self._lookup_wait = lookup_wait
-        self._prompts = Prompts(slot, PrefillCost(prior), tokens_per_chunk, lookup_wait, load_wait, clock)
+        options = TieringOptions(lookup_wait, load_wait, prior_seconds_per_token=prior)
+        self._prompts = Prompts(slot, options, tokens_per_chunk, clock)
+        self._waits = self._prompts.waits
         self._close = close
         self._clock = clock
-        self._prefill = PrefillRate(self._prompts.cost)
+        self._prefill = PrefillRate(self._waits.cost)
         self._ledger = JobLedger(slot, self._tier, self._prompts, tokens_per_chunk, self._drops_stores, clock)
         self._requests: dict[str, Request] = {}
-        self._unasked: list[Request] = []
-        """Requests that got no answer in this step, and never before: their questions leave with its end."""
         self._field = RequestField(NEED_OWN_PRIMARY, "under vLLM's own tiering the primary is vLLM's")
         self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         """By id, requests that ``request_started`` may still announce; others expire with their object."""
@@ -115,7 +114,7 @@ class TierDriver:
         request = self._requests[request_id] = self._new_request(request_id, self._field.params(params))
         request.left_out |= left_out
         self.left_out_requests += request.left_out
-        self._prompts.came(request.prompt)
+        self._waits.came(request.prompt.state)
 
     def leave_out(self, request_id: str, request: object) -> None:
         """Exclude a request that arrives: it finds nothing in the tier and stores nothing. Any thread.
@@ -131,7 +130,7 @@ class TierDriver:
     def request_finished(self, request_id: str) -> None:
         """Forget a request."""
         if (request := self._requests.pop(request_id, None)) is not None:
-            self._prompts.taken_up(request.prompt)
+            self._waits.taken_up(request.prompt.state)
         self._to_leave_out.pop(request_id, None)
         self._prompts.forget(request_id)
         self._prefill.finished(request_id)
@@ -140,7 +139,8 @@ class TierDriver:
         """Return whether the tier has this chunk."""
         self._begin()
         request = self._request(request_id)
-        if key in request.lost or request.left_out or not self._slot.available():
+        state = request.prompt.state
+        if key in request.lost or request.left_out or state.load_over or not self._slot.available():
             return LookupResult.MISS
         hits, unresolved = self._tier.ask(key, request.context)
         while unresolved and self._began_idle and self._rest_for_answer([key]):
@@ -152,9 +152,7 @@ class TierDriver:
             return LookupResult.MISS
         if not unresolved:
             return LookupResult.MISS
-        if request.waits_since is None:
-            self._unasked.append(request)
-        if request.waits_since is None or self._clock() - request.waits_since < self._lookup_wait:
+        if not self._waits.lookup_over(state, state.slots):
             return LookupResult.RETRY
         request.lost.add(key)
         self.metrics.wait_expired += 1
@@ -210,9 +208,6 @@ class TierDriver:
         """
         self._tier.end_step()
         now = self._clock()
-        for asker in self._unasked:
-            asker.waits_since = now
-        self._unasked.clear()
         self._slot.watch_speed(now)
         new_requests = list(new_requests)
         for request_id in new_requests:
@@ -275,8 +270,8 @@ class TierDriver:
         return request if request is not None else self._new_request(request_id, {})
 
     def _new_request(self, request_id: str, params: Mapping[str, object]) -> Request:
-        context, prompt = RequestContext(request_id, params), self._prompts.new(request_id)
-        return Request(context, prompt, left_out=request_id in self._to_leave_out)
+        context = RequestContext(request_id, params)
+        return Request(context, self._prompts.new(context), left_out=request_id in self._to_leave_out)
 
     def _drops_stores(self) -> bool:
         """Return whether the engine has been ending for longer than it waits for stores."""
