@@ -9,7 +9,7 @@
 
 from collections.abc import Collection, Sequence
 
-from kvtiers.api import OffloadKey, TransferJob
+from kvtiers.api import LookupResult, OffloadKey, TransferJob
 from kvtiers.client.requests import NO_TIER, Jobs, Transfer
 from kvtiers.client.rows import RowLease
 from kvtiers.tiering.tier_slot import TierSlot
@@ -45,34 +45,20 @@ class Prefetch(Transfer):
 
     def step(self, jobs: Jobs) -> None:
         """Load what a later tier has, as it is known; over when all is near or cannot be."""
-        if self._unknown:
-            found: dict[TierSlot, list[OffloadKey]] = {}
-            unknown = []
-            for key in self._unknown:
-                slot, is_unknown = self._first_with(key, jobs.slots)
-                if is_unknown:
-                    unknown.append(key)
-                elif slot is not None:
-                    found.setdefault(slot, []).append(key)
-            self._unknown = unknown
-            for slot, keys in found.items():
+        left, self._unknown = self._unknown, []
+        for slot in jobs.slots:
+            if left and slot.available():
+                said = slot.ask_each(left, _CONTEXT)
+                self._unknown += [key for key in left if said.get(key) is LookupResult.RETRY]
+                keys = [key for key in left if said.get(key) is LookupResult.HIT]
+                left = [key for key in left if said.get(key) not in (LookupResult.RETRY, LookupResult.HIT)]
                 if self._to is not None and slot.index <= self._to.index:
                     self.near.update(keys)
-                else:
+                elif keys:
                     rows = [self._row_of[key] for key in keys]
                     self._running += jobs.submit(slot, self, keys, rows, is_load=True)
         if not self._unknown and not self._running:
             self.end()
-
-    @staticmethod
-    def _first_with(key: OffloadKey, slots: Sequence[TierSlot]) -> tuple[TierSlot | None, bool]:
-        """Return the first usable tier that has this value, or that one before it, or all, have still to answer."""
-        for slot in slots:
-            if slot.available():
-                hits, is_unknown = slot.ask([key], _CONTEXT)
-                if hits or is_unknown:
-                    return slot if hits else None, is_unknown and not hits
-        return None, False
 
     def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
         """Store what was loaded; record what was stored."""

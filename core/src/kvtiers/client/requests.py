@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
-from kvtiers.api import OffloadKey, TransferJob
+from kvtiers.api import LookupResult, OffloadKey, TransferJob
 from kvtiers.client.rows import RowLease
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
@@ -31,6 +31,7 @@ __all__ = ["Delete", "Get", "Jobs", "Prefix", "Present", "Put", "Request", "Task
 
 NO_TIER = "no tier is usable"
 _CONTEXT = RequestContext("")
+_HIT, _RETRY = LookupResult.HIT, LookupResult.RETRY
 Parts: TypeAlias = Sequence[tuple[int, int]]
 """Where a value lies in the region: offset and length in bytes of each part."""
 _NO_PARTS: Mapping[int, Parts] = MappingProxyType({})
@@ -276,14 +277,9 @@ class Get(Transfer):
         return now >= self._turn_until and self._tier < len(jobs.slots) - 1
 
     def _ask(self, slot: TierSlot) -> None:
-        unknown = []
-        for key in self._unknown:
-            hits, is_unknown = slot.ask([key], _CONTEXT)
-            if hits:
-                self._wanted.append(key)
-            elif is_unknown:
-                unknown.append(key)
-        self._unknown = unknown
+        said = slot.ask_each(self._unknown, _CONTEXT)
+        self._wanted += [key for key in self._unknown if said.get(key) is _HIT]
+        self._unknown = [key for key in self._unknown if said.get(key) is _RETRY]
 
     def _load(self, jobs: Jobs, slot: TierSlot, keys: Sequence[OffloadKey]) -> bool:
         is_sent = jobs.submit(slot, self, keys, [self._row_of[key] for key in keys], is_load=True)
@@ -367,21 +363,18 @@ class Present(Request):
     def __init__(self, keys: Sequence[OffloadKey], until: float) -> None:
         super().__init__(until)
         self.there: set[OffloadKey] = set()
-        self._unknown = dict.fromkeys(keys, 0)
+        self._unknown: Collection[OffloadKey] = dict.fromkeys(keys)
 
     def step(self, jobs: Jobs) -> None:
         """Ask all usable tiers for each key that none is known to have, until they have answered."""
-        slots = [slot for slot in jobs.slots if slot.available()]
-        for key in list(self._unknown):
-            is_unknown = False
-            for slot in slots:
-                hits, unresolved = slot.ask([key], _CONTEXT)
-                if hits:
-                    self.there.add(key)
-                    break
-                is_unknown = is_unknown or unresolved
-            if key in self.there or not is_unknown:
-                del self._unknown[key]
+        left, unknown = list(self._unknown), set[OffloadKey]()
+        for slot in jobs.slots:
+            if slot.available():
+                said = slot.ask_each(left, _CONTEXT)
+                self.there.update(key for key in left if said.get(key) is _HIT)
+                unknown.update(key for key in left if said.get(key) is _RETRY)
+                left = [key for key in left if key not in self.there]
+        self._unknown = [key for key in left if key in unknown]
         if not self._unknown:
             self.end()
 

@@ -140,10 +140,9 @@ class Adopted:
     def _take_answers(self, one: _Unknown, now: float) -> None:
         one.looks += 1
         some = one.asking
-        answers = one.slot.ask_each(some[:1], _NO_REQUEST)  # they come together
-        if answers and answers[0] is not _RETRY:
-            answers += one.slot.ask_each(some[1:], _NO_REQUEST)
-        said = dict(zip(some, answers, strict=False))
+        said = one.slot.ask_each(some[:1], _NO_REQUEST)  # they come together
+        if said.get(some[0], _RETRY) is not _RETRY:
+            said |= one.slot.ask_each(some[1:], _NO_REQUEST)
         has = [key for key in some if said.get(key) is _HIT]
         lacks = [key for key in some if said.get(key) is _MISS]
         one.asking = [key for key in some if said.get(key, _RETRY) is _RETRY]

@@ -8,7 +8,7 @@ that is warmed up later finds it there.
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from kvtiers.api import OffloadKey
+from kvtiers.api import LookupResult, OffloadKey
 from kvtiers.api.keys import first_misfit
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.prefetch_state import Prefetch
@@ -57,9 +57,15 @@ class Questions:
             self._take_question(one)
             one.asked_at = now
         asking, one.asking = one.asking, []
+        found, unknown, left = dict[OffloadKey, TierSlot](), set[OffloadKey](), asking
+        for tier in tiers:
+            said = tier.ask_each(left, _NO_REQUEST)
+            found.update((key, tier) for key in left if said.get(key) is LookupResult.HIT)
+            unknown.update(key for key in left if said.get(key) is LookupResult.RETRY)
+            left = [key for key in left if key not in found]
         for key in asking:
-            slot, is_open = _tier_with(key, tiers)
-            if is_open and now - one.asked_at < (PATIENCE if slot is None else _EARLIER_PATIENCE):
+            slot = found.get(key)
+            if key in unknown and now - one.asked_at < (PATIENCE if slot is None else _EARLIER_PATIENCE):
                 one.asking.append(key)
             elif slot is not None:
                 one.found.append((slot, key))
@@ -93,14 +99,3 @@ class Questions:
 def _can_be_near(slot: TierSlot) -> bool:
     """Return whether other engines find what this one stores there; not in one whose writes are bounded."""
     return slot.options.shareable and not slot.read_only and slot.options.writes_per_hour is None
-
-
-def _tier_with(key: OffloadKey, slots: Sequence[TierSlot]) -> tuple[TierSlot | None, bool]:
-    """Return the first of these tiers that has the chunk, and whether one before it, or any, is still to answer."""
-    is_open = False
-    for slot in slots:
-        hits, retry = slot.ask([key], _NO_REQUEST)
-        if hits:
-            return slot, is_open
-        is_open = is_open or retry
-    return None, is_open

@@ -108,12 +108,12 @@ class TierSlot:
             return hits, answers[hits] is LookupResult.RETRY
         return hits, False
 
-    def ask_each(self, keys: Sequence[OffloadKey], context: TierRequest) -> list[LookupResult]:
+    def ask_each(self, keys: Sequence[OffloadKey], context: TierRequest) -> dict[OffloadKey, LookupResult]:
         """Return the tier's answers about these chunks, each asked for by itself; up to one that fails."""
         lookup = self.tier.lookup_many
         answers = self._take(lambda: (lookup([key], context)[0] for key in keys))
         self.metrics.lookups += len(answers)
-        return answers
+        return dict(zip(keys, answers, strict=False))
 
     def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether the tier has said of each of these chunks that it lacks it, and would say so again."""
