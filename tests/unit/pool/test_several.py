@@ -1,6 +1,7 @@
 """Several engines in a pool: one copy of a chunk, which all of them load, and none writes to while another reads it."""
 
 import math
+import threading
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, wait
 
 from kvtiers.api import StartError
 from kvtiers.pool import barrier
-from kvtiers.pool.loan import PoolLoan
+from kvtiers.pool.loan import PoolLoan, pool_figures
 
 ROWS = 200
 SIZE = ROWS * LAYOUT.row_stride
@@ -495,11 +496,18 @@ def test_a_row_that_a_store_job_reads_is_not_written_to_by_its_next_engine(path,
     assert owner.load(chain(12, 100)) == 100
 
 
-def test_a_chunk_that_was_left_and_is_damaged_is_not_offered(left):
+def test_a_chunk_that_was_left_and_is_damaged_is_not_offered(path, left):
+    wait_until(lambda: pool_figures(str(path))["checked"] == len(KEYS), "the keeper does not check it")
     left[0].row(3)[7] ^= 1
     taker, _, _ = taken(left)
-    assert taker.tier.prepare_read(KEYS) is None
-    assert taker.tier.to_offer(KEYS) == KEYS, "it is not known yet"
+    neighbours, may_check = taker.loan._neighbours, threading.Event()
+    is_sound = neighbours._is_sound
+    neighbours._is_sound = lambda *chunk: may_check.wait(30.0) and is_sound(*chunk)
+    try:
+        assert taker.tier.prepare_read(KEYS) is None
+        assert taker.tier.to_offer(KEYS) == KEYS, "it is not known yet"
+    finally:
+        may_check.set()
     taker.await_checks(KEYS)
     assert taker.tier.to_offer(KEYS) == KEYS[:3] + KEYS[4:]
 
