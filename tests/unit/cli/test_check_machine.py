@@ -12,6 +12,7 @@ from kvtiers.api import Finding, StartError
 from kvtiers.cli.check.check_machine import examine
 from kvtiers.cli.machine import Machine
 from kvtiers.config import load_config
+from kvtiers.pool.loan import clear_pool
 from kvtiers.testing.running import open_descriptors
 
 GIB = 1 << 30
@@ -317,6 +318,19 @@ def test_a_pool_that_is_to_be_had_is_named_and_one_that_is_not_with_the_reason(m
         keeper.stop()
     assert Finding("ok", f"pool: 1MiB at {path}, 0 chunks; no engine has it") in findings
     assert not bad(findings)
+
+
+def test_a_pool_of_another_format_is_none_that_is_to_be_had(machine, tmp_path, monkeypatch):
+    keeper = KeeperThread(tmp_path / "pool.sock", 1 << 20)
+    monkeypatch.setattr("kvtiers.pool.keeper.POOL_FORMAT", 99)
+    try:
+        (finding,) = bad(examine(config(pool=str(tmp_path / "pool.sock")), machine()))
+        with pytest.raises(StartError, match="the keeper's is 99; run the same kvtiers in both"):
+            clear_pool(str(tmp_path / "pool.sock"))
+    finally:
+        keeper.stop()
+    assert finding.text.startswith("pool: format 3 is asked for, the keeper's is 99: the engine has ")
+    assert finding.fix == "run the same kvtiers in both"
 
 
 def test_what_an_engine_without_its_pool_lacks_and_what_a_pool_ignores_are_warnings(machine, tmp_path):

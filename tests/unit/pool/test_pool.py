@@ -463,7 +463,7 @@ def test_who_sends_what_it_may_not_is_sent_away_and_the_keeper_serves_on(path, k
 
 def test_an_engine_of_another_format_is_refused_in_a_line(path, keeper, monkeypatch):
     monkeypatch.setattr(loan_module, "POOL_FORMAT", 99)
-    with pytest.raises(StartError, match="its format is 99, the keeper's 3; run the same kvtiers in both"):
+    with pytest.raises(StartError, match="format 99 is asked for, the keeper's is 3; run the same kvtiers in both"):
         PoolLoan.take(str(path), PREFIX, LAYOUT, 5)
 
 

@@ -263,6 +263,9 @@ class Keeper:
 
     def _do(self, peer: Peer, message: Request, fds: list[int]) -> None:
         match message:
+            case Hello(other) | Status(other) | Clear(other) if other != POOL_FORMAT:
+                why = f"format {other} is asked for, the keeper's is {POOL_FORMAT}; run the same kvtiers in both"
+                self._refuse(peer, why)
             case Status():
                 peer.tell(Figures(self.figures()))
             case Clear():
@@ -283,11 +286,6 @@ class Keeper:
                 self._refuse(peer, "it sent a message out of place")
 
     def _greet(self, peer: Peer, hello: Hello, fds: Sequence[int]) -> None:
-        if hello.format != POOL_FORMAT:
-            self._refuse(
-                peer, f"its format is {hello.format}, the keeper's {POOL_FORMAT}; run the same kvtiers in both"
-            )
-            return
         peer.hello, peer.layout = hello, CacheLayout.from_json(hello.layout)
         assert peer.sock is not None
         try:

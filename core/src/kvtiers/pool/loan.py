@@ -93,7 +93,7 @@ def pool_figures(path: str, timeout: float = _SEND_SECONDS) -> dict[str, Any]:
     report = _ask(path, Status(), timeout)
     if isinstance(report, Figures):
         return report.figures
-    raise StartError(f"the keeper at {path} gives no figures: {report}")
+    raise _no_answer(path, report)
 
 
 def clear_pool(path: str, timeout: float = _SEND_SECONDS) -> int:
@@ -101,7 +101,11 @@ def clear_pool(path: str, timeout: float = _SEND_SECONDS) -> int:
     report = _ask(path, Clear(), timeout)
     if isinstance(report, Cleared):
         return report.chunks
-    raise StartError(report.reason if isinstance(report, Refused) else f"the keeper at {path} answers: {report}")
+    raise _no_answer(path, report)
+
+
+def _no_answer(path: str, report: Report) -> StartError:
+    return StartError(report.reason if isinstance(report, Refused) else f"the keeper at {path} answers: {report}")
 
 
 def _ask(path: str, request: Request, timeout: float) -> Report:
