@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvtiers.client.requests import Delete, Get, Prefix, Put, Task
+from kvtiers.client.prefetch import Prefetch
+from kvtiers.client.requests import Delete, Get, Prefix, Present, Put, Task
 from kvtiers.secondary.tier_jobs import JobFailed
 
 FAR = 1e9
@@ -291,3 +292,22 @@ def test_a_tier_that_removes_nothing_now_keeps_every_key_from_being_gone(bench, 
     bench.step()
     said = "t1 moves rows by itself, and has no way to remove a value" if why == "cannot" else "t1 removes nothing now"
     assert (delete.over.is_set(), delete.gone, delete.error) == (True, set(), said)
+
+
+@pytest.mark.parametrize("kind", [Get, Present, Prefetch])
+def test_a_key_that_a_tier_raises_at_does_not_hide_those_behind_it(bench, played, keys, kind):
+    near, far = played(), played(*keys)
+    honest = far.lookup_many
+
+    def raises_at_the_first(asked, context):
+        if keys[0] in asked:
+            raise ValueError("a key that it cannot name")
+        return honest(asked, context)
+
+    far.lookup_many = raises_at_the_first
+    bench.drive(near, far)
+    request = Present(keys, FAR) if kind is Present else kind(keys, bench.rows.take(len(keys), 0.0), FAR)
+    bench.driver.send(request)
+    bench.step()
+    there = request.there if kind is Present else {key for job in far.jobs.values() for key in job.keys}
+    assert there == set(keys[1:])

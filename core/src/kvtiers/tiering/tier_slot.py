@@ -109,11 +109,10 @@ class TierSlot:
         return hits, False
 
     def ask_each(self, keys: Sequence[OffloadKey], context: TierRequest) -> dict[OffloadKey, LookupResult]:
-        """Return the tier's answers about these chunks, each asked for by itself; up to one that fails."""
-        lookup = self.tier.lookup_many
-        answers = self._take(lambda: (lookup([key], context)[0] for key in keys))
-        self.metrics.lookups += len(answers)
-        return dict(zip(keys, answers, strict=False))
+        """Return the tier's answers about these chunks, each asked for by itself; none about one that it raises at."""
+        said = {key: answers[0] for key in keys if (answers := self._take(self.tier.lookup_many, [key], context))}
+        self.metrics.lookups += len(said)
+        return said
 
     def lacks_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether the tier has said of each of these chunks that it lacks it, and would say so again."""
