@@ -281,8 +281,11 @@ class Waits:
         state.was_beside = self._is_beside(state)
         state.ended_before = {slot: slot.ended_chunks for slot in state.slots}
 
-    def load_over(self, state: RequestState, tokens: int) -> bool:
-        """Return whether a request has waited long enough for this many tokens' chunks, or computing is sooner."""
+    def load_over(self, state: RequestState, tokens: int, *, compares: bool = True) -> bool:
+        """Return whether a request has waited long enough for this many tokens' chunks, or computing is sooner.
+
+        ``compares``: whether it may be sooner.
+        """
         now = self._clock()
         if state.load_since is None:
             state.load_since = now
@@ -290,7 +293,7 @@ class Waits:
         state.load_tokens = max(state.load_tokens, tokens)
         if not state.load_over:
             waited = now - state.load_since
-            state.is_overtaken = self.decides and waited > 0 and self._is_overtaken(state, waited)
+            state.is_overtaken = compares and self.decides and waited > 0 and self._is_overtaken(state, waited)
             state.load_over = state.is_overtaken or waited >= self._longest(state)
         return state.load_over
 

@@ -622,3 +622,47 @@ def test_an_engine_that_ends_waits_for_stores_for_its_drain_and_no_longer_and_sa
     bench.driver.close(PATIENCE)
     assert "test: shutdown within 60s dropped 4 jobs with 4 chunks" in caplog.text
     assert bench.store.values == {}, "the first one was asked whether it is there, and not written then"
+
+
+@pytest.mark.parametrize("load_wait", [None])
+def test_a_tier_that_seemed_too_slow_and_is_fast_again_is_found_so_by_its_trial(bench):
+    computed(bench, "z", 640, 6.4)
+    bench.store_rows(KEYS[:2], [3, 5])
+    assert bench.lookup(KEYS[1]) is HIT
+    bench.slot.rate.add(2, 2.0, bench.clock.now)
+    bench.clock.now += 5.0
+    bench.driver.expect("b", 3200)
+    bench.driver.request_started("b", None)
+    bench.store.gate.clear()
+    assert bench.lookup(KEYS[0], "b") is HIT, "a trial"
+    bench.driver.submit(2, KEYS[:2], [7, 8], "b", is_promotion=True)
+    for _ in range(3):
+        bench.clock.now += 0.05
+        bench.step()
+    bench.store.gate.set()
+    assert bench.result(2).success, "computing it takes 0.64 s"
+    assert bench.slot.rate.seconds_per_chunk < 0.32
+
+
+@pytest.mark.parametrize("load_wait", [None])
+def test_the_first_chunks_of_a_prompt_are_not_given_up_while_it_waits_for_answers_about_the_others(bench):
+    """A tier's latency is longer than computing few of them takes, and much shorter than computing all."""
+    computed(bench, "z", 640, 6.4)
+    bench.store_rows(KEYS[:6], range(6))
+    bench.slot.rate.add(2, 1.02, bench.clock.now)
+    bench.slot.rate.add(64, 1.64, bench.clock.now)
+    assert bench.slot.rate.latency > 0.5
+    bench.driver.expect("b", 3200)
+    bench.driver.request_started("b", None)
+    assert bench.driver.lookup(KEYS[0], "b") is HIT
+    bench.store.gate.clear()
+    assert bench.driver.lookup(KEYS[7], "b") is RETRY, "what is there is known of one, and not of the other"
+    bench.driver.submit(2, KEYS[:1], [7], "b", is_promotion=True)
+    for job, some in ((3, slice(1, 2)), (4, slice(2, 6))):  # what is known comes by and by
+        bench.driver.end_step()
+        bench.clock.now += 0.008
+        bench.results += bench.driver.finished()
+        assert bench.driver.lookup(KEYS[7], "b") is RETRY
+        bench.driver.submit(job, KEYS[some], range(16)[8:][some], "b", is_promotion=True)
+    bench.store.gate.set()
+    assert all(bench.result(job).success for job in (2, 3, 4))

@@ -37,12 +37,14 @@ class Prompt:
 
     ``loading``, ``loaded``: since it was last begun; ``before``: those that were loaded when it was.
     ``decided_in``: which step. ``loads``: in flight; ``idle_since``: when the last one has ended, if there is none.
+    ``asking_in``: in which step it last waited for an answer.
     ``trial``: how many chunks are loaded only to measure the tier; ``tried``: those of them that were asked for.
     """
 
     state: RequestState
     is_loaded: bool = False
     decided_in: int = -1
+    asking_in: int = -2
     loads: int = 0
     idle_since: float = 0.0
     loading: int = 0
@@ -116,6 +118,13 @@ class Prompts:
             prompt.tried.add(key)
         return key in prompt.tried
 
+    def answer_over(self, prompt: Prompt) -> bool:
+        """Return whether a request that got no answer has waited long enough for one."""
+        if self.waits.lookup_over(prompt.state, prompt.state.slots):
+            return True
+        prompt.asking_in = self._step
+        return False
+
     def load_begins(self, prompt: Prompt, chunks: int, tokens: int) -> None:
         """Record a load of so many chunks, which saves computing so many tokens; its request waits for it."""
         state, slot = prompt.state, self._slot
@@ -131,7 +140,7 @@ class Prompts:
             prompt.loading = min(prompt.loading, state.prompt_tokens)
         if is_first:
             self.waits.load_begins(state)
-        self.waits.load_over(state, prompt.loading)
+        self.wait_is_over(prompt)
 
     def load_ends(self, prompt: Prompt, chunks: int) -> None:
         """Record the end of a load of so many chunks."""
@@ -140,8 +149,13 @@ class Prompts:
         prompt.idle_since = self._clock()
 
     def wait_is_over(self, prompt: Prompt) -> bool:
-        """Return whether a request has waited long enough for its loads, or computing it is sooner."""
-        return self.waits.load_over(prompt.state, prompt.loading)
+        """Return whether a request has waited long enough for its loads, or computing it is sooner.
+
+        The two are not compared while it waits for answers, too: it is not known then what it loads in all. Nor are
+        they for a trial, which is to show what the tier takes now.
+        """
+        compares = prompt.asking_in < self._step - 1 and (prompt.is_loaded or not prompt.trial)
+        return self.waits.load_over(prompt.state, prompt.loading, compares=compares)
 
     def _decide(self, prompt: Prompt) -> None:
         prompt.decided_in = self._step

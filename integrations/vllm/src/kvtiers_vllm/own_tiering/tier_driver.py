@@ -139,8 +139,7 @@ class TierDriver:
         """Return whether the tier has this chunk."""
         self._begin()
         request = self._request(request_id)
-        state = request.prompt.state
-        if key in request.lost or request.left_out or state.load_over or not self._slot.available():
+        if key in request.lost or request.left_out or request.prompt.state.load_over or not self._slot.available():
             return LookupResult.MISS
         hits, unresolved = self._tier.ask(key, request.context)
         while unresolved and self._began_idle and self._rest_for_answer([key]):
@@ -152,7 +151,7 @@ class TierDriver:
             return LookupResult.MISS
         if not unresolved:
             return LookupResult.MISS
-        if not self._waits.lookup_over(state, state.slots):
+        if not self._prompts.answer_over(request.prompt):
             return LookupResult.RETRY
         request.lost.add(key)
         self.metrics.wait_expired += 1
