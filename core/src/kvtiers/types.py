@@ -190,7 +190,7 @@ class Reach(NamedTuple):
 
     def in_chunks(self, tokens: int) -> "Reach":
         """Return the same in chunks of so many tokens: that is how many keys of a group each number is about."""
-        return Reach(self.ready // tokens, self.pending // tokens, self.unresolved)
+        return self._replace(ready=self.ready // tokens, pending=self.pending // tokens)
 
     @property
     def waits(self) -> bool:
