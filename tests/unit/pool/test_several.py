@@ -10,6 +10,7 @@ from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, wait
 from kvtiers.api import StartError
 from kvtiers.pool import barrier
 from kvtiers.pool.loan import PoolLoan, pool_figures
+from kvtiers.pool.memory import Plane, Shape
 
 ROWS = 200
 SIZE = ROWS * LAYOUT.row_stride
@@ -128,6 +129,24 @@ def test_a_use_by_another_engine_is_a_use(start):
     assert other.load(chain(1, 50)) == 50
     one.tier.release_expired(0)
     assert one.tier.coldest(50) == chain(2, 50)[::-1]
+
+
+def test_uses_by_others_at_the_same_time_raise_nothing_into_the_owners_step():
+    plane, is_over = Plane.create(Shape(2 * 500_000 * 4096, 4096, 2)), threading.Event()
+
+    def use():
+        while not is_over.is_set():
+            plane._touched[:] ^= 1
+
+    others = threading.Thread(target=use)
+    others.start()
+    try:
+        for _ in range(2000):
+            plane.take_touched()
+    finally:
+        is_over.set()
+        others.join()
+    plane.close()
 
 
 def test_a_chunk_of_another_engine_that_has_changed_since_it_was_hashed_is_a_miss(start, caplog):

@@ -339,7 +339,7 @@ class Plane(_Words):
 
     def take_touched(self) -> list[int]:
         """Return rows of this engine's that others have used since they were last returned, not all at once."""
-        touched = self._touched[self.own.start : self.own.stop]
+        touched = self._touched[self.own.start : self.own.stop] != 0  # an array that others do not write to meanwhile
         rows: list[int] = (np.flatnonzero(touched)[:_MOST_TOUCHED] + self.own.start).tolist()
         for row in rows:
             self._touches[row] = 0
