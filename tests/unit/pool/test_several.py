@@ -531,6 +531,23 @@ def test_a_chunk_that_was_left_and_is_damaged_is_not_offered(path, left):
     assert taker.tier.to_offer(KEYS) == KEYS[:3] + KEYS[4:]
 
 
+def test_a_chunk_that_was_damaged_after_its_first_use_here_is_not_offered_though_no_keeper_checks_it(path):
+    keeper = KeeperThread(path, SIZE, parts=2)
+    one, other = PoolEngine(path), PoolEngine(path)
+    stored(one, KEYS)
+    other.tier.take_left()
+    sees(other, KEYS)
+    assert other.load(KEYS) == len(KEYS)
+    keeper.stop()
+    one.row(3)[7] ^= 1
+    one.close()
+    taken([other])
+    assert other.tier.prepare_read(KEYS) is None, "before a check"
+    other.await_checks(KEYS)
+    assert other.tier.to_offer(KEYS) == KEYS[:3] + KEYS[4:]
+    other.close()
+
+
 def test_what_the_keeper_publishes_after_an_engines_end_is_taken_in_too(path):
     keeper = KeeperThread(path, SIZE, parts=2)
     one, other = PoolEngine(path), PoolEngine(path)

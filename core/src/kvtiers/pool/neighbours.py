@@ -171,7 +171,10 @@ class Neighbours:
                     self._claimed = {other: rows for other, rows in self._claimed.items() if other != part}
                     end_claim(loan, part)
             elif part not in self._claimed and claim(loan, part):
-                self._claimed = {**self._claimed, part: (rows := self._shape.rows_of(part))}
+                rows = self._shape.rows_of(part)
+                for row in rows:  # its engine may have done anything before it ended: checked again at the next use
+                    self._sound.pop(row, None)
+                self._claimed = {**self._claimed, part: rows}
                 self._left.append([key for keys, _ in residents(self._index, self._plane, rows) for key in keys])
 
     def take_left(self) -> list[OffloadKey]:
@@ -208,9 +211,11 @@ class Neighbours:
 
     def check(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> Checked:
         """Have these chunks, whose rows are pinned, checked by threads; return those that were before."""
+        sound = self._sound
+        is_new = [sound.get(place.row) != place.edition for place in places]  # looked at once: claim_parts forgets some
         chunks = list(zip(keys, places, strict=True))
-        known = [(key, place) for key, place in chunks if self._sound.get(place.row) == place.edition]
-        rest = [(key, place) for key, place in chunks if self._sound.get(place.row) != place.edition]
+        known = [chunk for chunk, new in zip(chunks, is_new, strict=True) if not new]
+        rest = list(compress(chunks, is_new))
         for at in range(0, len(rest), _PIECE_ROWS):
             piece = rest[at : at + _PIECE_ROWS], self._followed.hash_chunk
             try:
