@@ -571,8 +571,8 @@ def page(runs: list[dict[str, Any]]) -> str:
     return (
         "<!doctype html><meta charset=utf-8><title>kvtiers in vLLM on a GPU</title><style>body{font:15px/1.5 system-ui;"
         "max-width:60rem;margin:2rem auto;padding:0 1rem}td,th{padding:.2rem .8rem;text-align:left;border-bottom:1px "
-        "solid #ccc}svg{max-width:100%;height:auto}</style><h1>kvtiers in vLLM on a GPU</h1><p>Llama-3.1-8B's shape, "
-        f"random weights. Compare within a run.</p>{''.join(map(section, runs))}"
+        "solid #ccc}svg{max-width:100%;height:auto}</style><h1>kvtiers in vLLM on a GPU</h1><p>Random weights; "
+        f"Llama-3.1-8B's shape where no other is named. Compare within a run.</p>{''.join(map(section, runs))}"
     )
 
 
@@ -591,9 +591,9 @@ def section(found: dict[str, Any]) -> str:
         for goal in found.get("goals", ())
     )
     about = html.escape(", ".join([*filter(None, [found.get("what")]), *map(" ".join, found["machine"].items())]))
-    link = found.get("link_gb_s", math.nan)
+    link = f"; link {found['link_gb_s']:.1f} GB/s" if "link_gb_s" in found else ""
     return (
-        f"<h2>{about}; link {link:.1f} GB/s</h2><table><tr><th>goal<th>value<th>at most (throughput, hits: at least)"
+        f"<h2>{about}{link}</h2><table><tr><th>goal<th>value<th>at most (throughput, hits: at least)"
         f"<th>{rows}</table>{''.join(charts(found['results']))}"
     )
 
