@@ -346,6 +346,26 @@ def test_no_prompt_with_windows_is_computed_in_part_as_a_trial():
         assert found == (0, 16 * loaded, False)
 
 
+@pytest.mark.parametrize(("estimate", "loaded"), [(0.0, 563), (0.001, 600)])
+def test_no_prompt_is_computed_in_part_as_a_trial_where_the_engine_has_an_estimate(estimate, loaded):
+    options = TieringOptions(
+        load_wait=None,
+        prior_seconds_per_token=0.001,
+        estimated_seconds_per_token=estimate,
+        one_tier=0.8,
+        all_tiers=0.8,
+    )
+    bench = Bench(rows=4096, options=options, hold=True)
+    measure(bench, 0.004)
+    keys = chain("long", 600)
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    for _ in range(3):
+        found = bench.reach([keys], ctx)
+        bench.step()
+    assert found == (0, 16 * loaded, False)
+
+
 @pytest.mark.parametrize("chunks", [8, 100])
 def test_the_windows_of_a_prefix_are_waited_for_as_long_as_computing_the_prefix_takes(chunks):
     """However few chunks they are, or many: 40 of five groups, of a prefix that is here."""

@@ -103,6 +103,8 @@ class PrefillCost:
     def __init__(self, prior: float = 0.0, estimate: float = 0.0) -> None:
         self.seconds_per_token = min(max(prior, estimate), _MOST_PRIOR * estimate) if estimate else prior
         self.estimate = estimate or prior
+        self.is_estimated = estimate > 0
+        """The engine has an estimate of its own."""
         self._least = _LEAST_OF_ESTIMATE * estimate
         self._most = estimate or math.inf
         self.is_measured = False

@@ -41,8 +41,9 @@ was too slow is tried again every 5 s, with 16 or 64 chunks in turn, for which n
 computed anything, its speed is a prior too; for the load of a request that has the engine to itself it is the engine's
 own estimate, if there is one. A request waits at least ``lookup_wait`` then, and a load is not given up in its first
 moment, when several jobs run beside the first that lands. Where a tier has all prompts nothing would ever be computed,
-and the prior would stay: one request then has the last sixteenth of its tokens computed, unless the tier is as fast as
-the fastest GPU may be, or the prompt has windows or states.
+and the prior would stay. Where the engine has no estimate, one request then has the last sixteenth of its tokens
+computed, unless the tier is as fast as the fastest GPU may be, or the prompt has windows or states. With an estimate no
+prompt is cut: steps with at least 512 prompt tokens that misses bring say what computing costs.
 
 ``load_wait`` in seconds replaces all of this: what a tier has is loaded, and waited for so long.
 """
@@ -236,13 +237,14 @@ class Waits:
         return seconds if self.cost.is_measured else max(self._options.lookup_wait, seconds)
 
     def trial_of_cost(self, slot: TierSlot, tokens: int, state: RequestState) -> bool:
-        """Return whether a request of so many tokens is to be computed in part, since nothing was computed so far.
+        """Return whether a request of so many tokens is to be computed in part, since nothing tells what that costs.
 
         Only of a tier whose rate is known, and that a GPU may outdo; never one with windows or states, which are stored
         at the prompt's end alone: without its last tokens none of it could be used. One request is enough; another one
         follows if nothing has come of it after 5 s.
         """
-        if self.cost.is_measured or not self.decides or state.is_whole or tokens < LEAST_STEP * TRIAL:
+        is_known = self.cost.is_measured or self.cost.is_estimated
+        if is_known or not self.decides or state.is_whole or tokens < LEAST_STEP * TRIAL:
             return False
         per_chunk, now = slot.rate.seconds_per_chunk, self._clock()
         fastest = slot.rate.prior * PRIOR_BYTES_PER_SECOND / _FASTEST_GPU
