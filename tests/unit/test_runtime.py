@@ -187,6 +187,12 @@ def test_what_the_config_says_of_tiering_reaches_the_parts_that_obey_it():
         assert (unread.limit, unread.seconds) == (int(0.12 * manager._primary.num_rows), 7.0)
 
 
+@pytest.mark.parametrize("tier", [MEMORY, {"type": "redis", "url": "redis://127.0.0.1:1"}])
+def test_a_tier_that_others_share_over_a_network_is_known_as_remote(tier):
+    with running(config(secondary=[tier])) as (manager, _, _):
+        assert [slot.options.is_remote for slot in manager._slots] == [tier["type"] == "redis"]
+
+
 def test_where_no_memory_can_be_shared_threads_of_one_process_do_the_same(monkeypatch, caplog):
     monkeypatch.setattr(runtime.sys, "platform", "darwin")
     with running(config(secondary=[{**MEMORY, "io": "process"}])) as engine:

@@ -43,6 +43,7 @@ __all__ = [
     "distribution_of",
     "installed_names",
     "installed_tiers",
+    "is_remote",
     "load_class",
     "load_command",
     "load_subclass",
@@ -130,6 +131,11 @@ def load_tier(type_name: str) -> TierPlugin:
     plugin = _call_hook(_import(entry, where), where)
     _check(plugin, entry, where)
     return plugin
+
+
+def is_remote(plugin: TierPlugin) -> bool:
+    """Return whether tiers of this type have their store on another machine, by what it says of itself."""
+    return plugin.shareable and not plugin.writes_locally
 
 
 def load_class(group: str, name: str, what: str) -> type[Any]:

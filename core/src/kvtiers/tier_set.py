@@ -20,7 +20,7 @@ from kvtiers.host.messages import Limits
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.plugins import load_tier, open_plugin
+from kvtiers.plugins import is_remote, load_tier, open_plugin
 from kvtiers.region.early_memory import LentMemory
 from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.managed.sealed_tier import SealedTier
@@ -208,6 +208,7 @@ class TierSet:
             None if config.writes_per_hour is None else config.writes_per_hour / value_bytes,
             capacity // value_bytes if isinstance(capacity, int) else None,
             shareable=plugin.shareable,
+            is_remote=is_remote(plugin),
         )
         return TierSlot(index, tier, options), tier
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kvtiers.api import TierConfig
 from kvtiers.config import EventsConfig
 from kvtiers.layout.cache_layout import CacheLayout
-from kvtiers.plugins import load_tier
+from kvtiers.plugins import is_remote, load_tier
 
 __all__ = ["OWN_NAMES", "PRIMARY", "EventNaming", "GroupFacts", "Place", "event_groups", "place_of"]
 
@@ -47,9 +47,7 @@ PRIMARY = Place("CPU", "LOCAL")
 def place_of(tier: TierConfig, config: EventsConfig) -> Place:
     """Return a tier's place: as the config says, or by the tier's type, which is installed."""
     said = config.tiers.get(tier.tier_name)
-    plugin = load_tier(tier.type)
-    is_local = plugin.writes_locally or not plugin.shareable
-    locality = (said and said.locality) or ("LOCAL" if is_local else "REMOTE")
+    locality = (said and said.locality) or ("REMOTE" if is_remote(load_tier(tier.type)) else "LOCAL")
     return Place(said.medium if said else "STORAGE", locality, tier.tier_name if config.ownership else None)
 
 

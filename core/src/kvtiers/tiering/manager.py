@@ -355,8 +355,11 @@ class TieringManager:
         return None if plan is None else (plan, ready)
 
     @_timed
-    def brought(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
-        """Return those chunks that a tier has brought into the primary, or brings, and that no request has read yet."""
+    def brought(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, TierSlot]:
+        """Return those chunks that a tier has brought into the primary, or brings, and that no request has read yet.
+
+        Each with its tier.
+        """
         return self._provenance.brought(keys)
 
     @_timed

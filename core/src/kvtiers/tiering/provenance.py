@@ -55,9 +55,9 @@ class Provenance:
                 slot.metrics.wait_expired += not overtaken
                 slot.metrics.recomputed_cheaper += overtaken
 
-    def brought(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
-        """Return those keys that a tier has loaded, or loads, and that were not read since."""
-        return self._tier_of.keys() & keys if self._tier_of else set()
+    def brought(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, TierSlot]:
+        """Return those keys that a tier has loaded, or loads, and that were not read since, each with that tier."""
+        return {key: self._tier_of[key] for key in keys if key in self._tier_of} if self._tier_of else {}
 
     def served(self, keys: Sequence[OffloadKey]) -> dict[TierSlot, list[OffloadKey]]:
         """Return by tier those keys that were loaded from it and are read for the first time. Asked once a key."""

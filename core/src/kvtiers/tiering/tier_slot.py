@@ -53,6 +53,8 @@ class TierOptions:
     remembered: int = 1_000_000
     shareable: bool = False
     """Several processes may have its store open, and each finds what the others have written."""
+    is_remote: bool = False
+    """Its store is on another machine, as far as its type says that."""
 
 
 class TierSlot:

@@ -26,9 +26,9 @@ GROUPS = {
 class Engine:
     """vLLM's scheduler over kvtiers' manager, as far as lookups go; a step lands what is loaded."""
 
-    def __init__(self, module, digests, chunks, hold=False):
+    def __init__(self, module, digests, chunks, **more):
         options = TieringOptions(load_wait=5.0, lookup_wait=0.02, one_tier=0.9, all_tiers=0.9)
-        self.bench = Bench(rows=2048, tokens_per_chunk=(16, 16, 16), windows=(0, 4, 4), options=options, hold=hold)
+        self.bench = Bench(rows=2048, tokens_per_chunk=(16, 16, 16), windows=(0, 4, 4), options=options, **more)
         self.tier = self.bench.tier["a"]
         self.answers = module.LookupResult
         self.hashes = [number.to_bytes(2, "big") * 16 for number in range(chunks)]
@@ -195,20 +195,21 @@ def test_a_part_of_a_block_that_was_not_decided_about_is_looked_up_alone(engine)
     assert played.manager.lookup(part, played.context) is played.answers.HIT
 
 
-def test_vllm_is_told_of_each_loaded_chunk_whether_a_tier_or_the_primary_had_it(engine):
-    scene = engine(8)
+def test_vllm_is_told_of_each_loaded_chunk_whether_a_near_tier_a_remote_one_or_the_primary_had_it(engine):
+    scene = engine(8, tiers={"a": {}, "b": {"is_remote": True}})
     manager, bench = scene.manager, scene.bench
     keys = [scene.key(0, place) for place in range(8)]
     windows = [scene.key(group, place) for group in (1, 2) for place in range(4, 8)]
     bench.store(keys[:3])
-    scene.tier.put(keys[3:] + windows)
+    scene.tier.put(keys[3:6])
+    bench.tier["b"].put(keys[6:] + windows)
     assert scene.found(0, 8) == 8
 
     def sources():
         manager.prepare_load(keys, scene.context)
         return [manager.get_load_source(key, scene.context) for key in keys]
 
-    assert sources() == ["host"] * 3 + ["disk"] * 5
+    assert sources() == ["host"] * 3 + ["disk"] * 3 + ["external_unspecified"] * 2
     assert sources() == ["host"] * 8, "the next one has them from the primary"
 
 

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import LoadPlan, PromptGroup, Reach, RequestContext, StorePlan
 from kvtiers.types import OffloadPolicy as Policy
 from kvtiers_vllm.engine import CoreLink
@@ -97,8 +98,8 @@ class KvtiersManager(OffloadingManager):
         """The context of the request for which was decided last, in this step."""
         self._answers: set[bytes] = set()
         """Of that request: vLLM's keys of the chunks that can be loaded."""
-        self._brought: set[bytes] = set()
-        """Those chunks of the last load that a tier has brought for it, by vLLM's keys."""
+        self._sources: dict[bytes, str] = {}
+        """Of the chunks of the last load that a tier has brought for it, by vLLM's keys: vLLM's name of the tier."""
         self.window_blocks: WindowBlocks | None = None
         """Where a chunk has several of vLLM's blocks, of which windows may have lost some."""
         self._first_report = FirstReport(manager.tiers_have_spoken) if self._alone else None
@@ -245,7 +246,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def _pin(self, keys: Collection[bytes], request_id: str) -> PlannedRows | None:
-        self._brought = set()
+        self._sources = {}
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -255,7 +256,8 @@ class KvtiersManager(OffloadingManager):
             named = own.of_all(keys)
             with self._manager.lock:
                 if brought := self._manager.brought(named):
-                    self._brought = {shown for shown, key in zip(keys, named, strict=True) if key in brought}
+                    tiers = zip(keys, map(brought.get, named), strict=True)
+                    self._sources = {shown: _source(tier) for shown, tier in tiers if tier is not None}
                 plan = self._manager.prepare_load(named, request.context)
             if plan is not None:
                 rows = self._start(plan, request)
@@ -273,7 +275,7 @@ class KvtiersManager(OffloadingManager):
     def get_load_source(self, key: bytes, req_context: Any) -> str:
         """Return where a chunk of the load that was just prepared came from, by vLLM's name: a tier, or the primary."""
         del req_context
-        return "disk" if key in self._brought else "host"
+        return self._sources.get(key, "host")
 
     def pass_is_over(self) -> bool:
         """Return whether this scheduling pass is to leave its other requests to the next one: loads are to begin."""
@@ -436,6 +438,11 @@ class KvtiersManager(OffloadingManager):
 
 def _nothing_of(request: OpenRequest) -> PrepareStoreOutput:
     return PrepareStoreOutput([], PlannedRows(NO_PLAN, request.context.request_id, np.empty(0, np.int32)), [])
+
+
+def _source(tier: TierSlot) -> str:
+    """Return vLLM's name of a tier as a source: of a remote store it has no more than that it is outside."""
+    return "external_unspecified" if tier.options.is_remote else "disk"
 
 
 def _group_number(key: bytes) -> int:
