@@ -182,7 +182,7 @@ def test_of_engines_at_work_one_loads_what_the_other_stored_and_its_tier_is_not_
     with running(settings) as one, running(settings) as other:
         store(*one)
         is_published(shared)
-        step_until(other[0], lambda: other[0].stats()["primary"]["pending_rows"] == 0)
+        wait_until(lambda: len(other[0]._primary._neighbours.places) == 8, "it is not followed")
         for _ in range(2):
             other[2][:] = 0
             load(*other)
