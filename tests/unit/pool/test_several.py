@@ -486,6 +486,32 @@ def test_what_an_engine_left_is_one_neighbours_to_offer_until_that_has_ended_too
     assert taken(left)[1] == KEYS
 
 
+def test_after_a_reset_what_others_have_left_is_offered_once_more(left):
+    taker, keys, _ = taken(left)
+    taker.tier.reset_cache()
+    again, same, _ = taken(left)
+    assert (again, same) == (taker, keys)
+
+
+def test_a_part_whose_engines_come_and_go_is_listed_once(path):
+    keeper = KeeperThread(path, SIZE, parts=2)
+    one, other = PoolEngine(path), PoolEngine(path)
+    stored(one, KEYS)
+    assert other.tier.take_left() == []
+    neighbours = other.loan._neighbours
+    for _ in range(3):
+        one.close()
+        wait_until(lambda: neighbours._claimed, "it is not claimed")
+        one = PoolEngine(path)
+        wait_until(lambda: not neighbours._claimed, "it is claimed still")
+    one.close()
+    wait_until(lambda: neighbours._claimed, "it is not claimed")
+    assert taken([other])[1] == KEYS
+    assert other.tier.take_left() == []
+    other.close()
+    keeper.stop()
+
+
 def test_the_next_engine_of_a_part_offers_what_is_in_it_itself(path, left):
     taker, _, _ = taken(left)
     owner = PoolEngine(path)

@@ -372,3 +372,13 @@ def test_what_is_left_while_a_job_is_in_flight_waits_for_its_end_too():
     bench.tier["a"].end_all()
     steps(bench, 1200)
     assert sorted(written(bench)) == KEYS
+
+
+def test_chunks_that_cannot_be_read_yet_are_not_asked_about_in_each_step():
+    bench = adopting()
+    read, bench.primary.prepare_read = bench.primary.prepare_read, lambda _keys: None
+    steps(bench, 400, 0.01)
+    assert len(bench.tier["a"].asked) < 4 / 0.1 * 2 * 16, "ten questions a second, and their answers"
+    bench.primary.prepare_read = read
+    steps(bench)
+    assert sorted(written(bench)) == KEYS

@@ -117,7 +117,10 @@ class Neighbours:
         """Whether this engine writes to its tiers what others have left that ended: it claims their parts."""
         self._claimed: dict[int, range] = {}
         """Such parts, and their rows."""
-        self._left: deque[list[OffloadKey]] = deque()
+        self._left: dict[int, list[OffloadKey]] = {}
+        """By such a part, its chunks that ``take_left`` has not returned yet."""
+        self._lists = self._lists_wanted = 0
+        """How often the chunks of all these parts were listed again, and how often they were to be."""
         self._sound: dict[int, int] = {}
         self._damaged: set[Place] = set()
         self._checked: deque[Checked] = deque()
@@ -158,29 +161,36 @@ class Neighbours:
                 [rows.start + at for at, _ in whole], [int(now[at]) for at, _ in whole], [k for _, k in whole]
             )
             if part in self._claimed:  # the keeper was not done yet with what its engine had published
-                self._left.append([key for at, key in whole if now[at]])
+                self._left[part] = [*self._left.get(part, ()), *(key for at, key in whole if now[at])]
 
     def claim_parts(self, loan: int) -> None:
         """Claim each part that no engine has, unless another one has claimed it; end claims to those that one has.
 
         ``loan``: a descriptor of this engine's loan.
         """
+        wanted = self._lists_wanted
+        listed = self._claimed if wanted == self._lists else {}
+        self._lists = wanted
         for part in self._others:
             if self._index.prefix(part)[1] != self._followed.prefix or is_lent(loan, part):
                 if part in self._claimed:
                     self._claimed = {other: rows for other, rows in self._claimed.items() if other != part}
                     end_claim(loan, part)
-            elif part not in self._claimed and claim(loan, part):
+            elif part not in listed and claim(loan, part):
                 rows = self._shape.rows_of(part)
                 for row in rows:  # its engine may have done anything before it ended: checked again at the next use
                     self._sound.pop(row, None)
                 self._claimed = {**self._claimed, part: rows}
-                self._left.append([key for keys, _ in residents(self._index, self._plane, rows) for key in keys])
+                self._left[part] = [key for keys, _ in residents(self._index, self._plane, rows) for key in keys]
 
     def take_left(self) -> list[OffloadKey]:
         """Return chunks in a part that was claimed since, those used last at the end; more at the next call."""
         self.is_to_claim = True
-        return self._left.popleft() if self._left else []
+        return self._left.popitem()[1] if self._left else []
+
+    def list_again(self) -> None:
+        """Have ``take_left`` return the chunks of all parts that are claimed once more."""
+        self._lists_wanted += 1
 
     def is_left(self, key: OffloadKey) -> bool:
         """Return whether a chunk is in a part that this engine has claimed."""

@@ -170,6 +170,8 @@ class PooledPrimaryTier(CPUPrimaryTier):
         super().reset_cache()
         self._give_back(list(self._borrowed))
         self._loan.renew_all()
+        if self._neighbours is not None:  # what others have left is there still
+            self._neighbours.list_again()
 
     def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget those of these chunks that are not in use, in the pool, too."""

@@ -34,6 +34,8 @@ _log = logging.getLogger("kvtiers.tiering")
 _FIRST_QUESTION, _LONGEST_QUESTION = 8, 16  # keys
 _LATE_SECONDS = 0.020  # to an answer: the next question is shorter
 _REST = 1.0  # times what a question and its job took
+_LATER = 0.1
+"""Seconds until chunks are asked about again that could not be read: others' are borrowed and checked first."""
 _PATIENCE = 30.0
 """Seconds for the answers of one question; and so long a tier rests that has taken nothing."""
 _NO_REQUEST = RequestContext("")
@@ -95,7 +97,8 @@ class Adopted:
             if one is None:
                 one = _Unknown(slot, deque(maxlen=slot.options.chunks))
                 self.tiers.append(one)
-            one.keys.extend(keys)
+            listed = set(one.keys)  # of a part that was claimed before, and lent meanwhile
+            one.keys.extend(key for key in keys if key not in listed)
             one.is_last_turn = False
 
     def is_due(self, now: float) -> bool:
@@ -154,7 +157,7 @@ class Adopted:
             one.had += len(has)
             self._cascades.found(one.slot, self._primary.to_offer(has))
         if lacks and (wanted := self._cascades.missed_by(one.slot, self._primary.to_offer(lacks))):
-            self._write(one, wanted)
+            self._write(one, wanted, now)
         if not one.asking:
             if one.looks == 1:
                 one.question = min(_LONGEST_QUESTION, 2 * one.question)
@@ -162,7 +165,7 @@ class Adopted:
                 one.question = max(1, one.question // 2)
             self._rest(one, now)
 
-    def _write(self, one: _Unknown, keys: Sequence[OffloadKey]) -> None:
+    def _write(self, one: _Unknown, keys: Sequence[OffloadKey], now: float) -> None:
         most = min(self._job_rows, (self._budget.room(one.slot) + 3) // 4)
         some = keys[:most]
         one.keys.extend(keys[most:])
@@ -170,6 +173,7 @@ class Adopted:
         if some and self._cascades.hand_on(one.slot, some, partial(self._ended, one)) is None:
             one.writing = 0
             one.keys.extend(some)
+            one.rests_until = now + _LATER
 
     def _ended(self, one: _Unknown, _slot: TierSlot, keys: Sequence[OffloadKey], failed: Sequence[OffloadKey]) -> None:
         now = self._clock()
