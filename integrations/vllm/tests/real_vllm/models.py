@@ -33,7 +33,11 @@ def make_model(folder: Path, *, seed: int, **config: Any) -> Path:
 
 
 def make_window_model(folder: Path, *, seed: int, window: int, layers: Sequence[str] = ("sliding", "full") * 2) -> Path:
-    """Write a tiny model of whose layers some see a window of so many tokens. By default two KV groups."""
+    """Write a tiny model of whose layers some see a window of so many tokens. By default two KV groups.
+
+    Its layers weigh more than its embeddings, which are its output's, too, and attend to few tokens: with random
+    weights alone its tokens would be the prompt's last one again, whatever its KV.
+    """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -48,10 +52,13 @@ def make_window_model(folder: Path, *, seed: int, window: int, layers: Sequence[
         max_position_embeddings=4096,
         initializer_range=0.15,
         sliding_window=window,
+        query_pre_attn_scalar=2,
         layer_types=[f"{kind}_attention" for kind in layers],
     )
     torch.manual_seed(seed)
-    Gemma3ForCausalLM(config).save_pretrained(folder)
+    model = Gemma3ForCausalLM(config)
+    model.model.embed_tokens.weight.data.mul_(0.1)
+    model.save_pretrained(folder)
     return folder
 
 
