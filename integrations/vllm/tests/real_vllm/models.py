@@ -32,11 +32,13 @@ def make_model(folder: Path, *, seed: int, **config: Any) -> Path:
     return folder
 
 
-def make_window_model(folder: Path, *, seed: int, window: int, layers: Sequence[str] = ("sliding", "full") * 2) -> Path:
+def make_window_model(
+    folder: Path, *, seed: int, window: int, layers: Sequence[str] = ("sliding", "full") * 2, positions: int = 4096
+) -> Path:
     """Write a tiny model of whose layers some see a window of so many tokens. By default two KV groups.
 
     Its layers weigh more than its embeddings, which are its output's, too, and attend to few tokens: with random
-    weights alone its tokens would be the prompt's last one again, whatever its KV.
+    weights alone its tokens would be the prompt's last one again, whatever its KV. ``positions``: of a prompt, at most.
     """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -49,7 +51,7 @@ def make_window_model(folder: Path, *, seed: int, window: int, layers: Sequence[
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
         initializer_range=0.15,
         sliding_window=window,
         query_pre_attn_scalar=2,

@@ -21,6 +21,8 @@ OF_WINDOWS = (
     "of 32 tokens (KV groups: {} with windows of 96 tokens, {} with full attention; "
     "checkpoints: every 8192 tokens, and before a prompt's end)"
 )
+CHECKPOINT = 8192
+"""Tokens of a prompt to its first checkpoint."""
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
@@ -73,6 +75,27 @@ def test_layers_that_keep_a_state_in_the_place_of_kv_and_an_adapter_over_them(st
     config = whole_stack(fs(tmp_path / "store"))
     found = play(start, model, config, [{"adapter": adapter}], prompts=LONG, rows=OF_STATES.format(3), **STATES, **LORA)
     assert found == [[len(prompt) // STATE_BLOCK * STATE_BLOCK for prompt in LONG]] * 2
+
+
+def test_a_shared_prefix_is_found_at_the_checkpoint_where_another_prompt_left_it(start, tmp_path):
+    """Of the windows a tier has those before a checkpoint and before a prompt's end alone."""
+    model = make_window_model(tmp_path / "tiny", seed=0, window=96, layers=["sliding", "full"], positions=16_384)
+    config, long = whole_stack(fs(tmp_path / "store")), {"max_model_len": 16_384, "num_gpu_blocks_override": 1024}
+    prompt = make_prompt(7, 9000)
+    others = [prompt[:8300] + make_prompt(seed, 100) for seed in (8, 9)]
+    plain = start(model, **long)
+    right = [plain.generate(other)[0] for other in others]
+    plain.shutdown()
+    assert right[0] != right[1]
+    first = start(model, config, **long)
+    first.generate(prompt)
+    first.forget()
+    assert first.generate(others[0]) == (right[0], [CHECKPOINT])
+    first.settle()
+    first.shutdown()
+    second = start(model, config, **long)
+    assert second.generate(others[1]) == (right[1], [CHECKPOINT])
+    second.shutdown()
 
 
 @pytest.mark.parametrize(
