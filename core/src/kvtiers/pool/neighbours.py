@@ -184,7 +184,10 @@ class Neighbours:
                 self._left[part] = [key for keys, _ in residents(self._index, self._plane, rows) for key in keys]
 
     def take_left(self) -> list[OffloadKey]:
-        """Return chunks in a part that was claimed since, those used last at the end; more at the next call."""
+        """Return chunks in a part that was claimed since, those used last at the end; more at the next call.
+
+        From the first call on this engine claims parts: it has a tier that is to get what is in them.
+        """
         self.is_to_claim = True
         return self._left.popitem()[1] if self._left else []
 
