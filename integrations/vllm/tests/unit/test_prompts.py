@@ -134,12 +134,13 @@ def test_what_is_left_of_a_load_is_compared_with_its_own_tokens_or_with_all_wher
     assert bench.prompts.wait_is_over(prompt) == is_over, "0.25 s, beside 0.16 or 0.32 for computing"
 
 
-def test_a_prompt_that_was_begun_is_decided_anew():
+def test_a_prompt_that_was_preempted_is_decided_anew():
     bench = Bench(per_chunk=0.03)
     prompt = bench.comes("a", 320)
     bench.prompts.load_begins(prompt, 10, 320)
     bench.prompts.load_ends(prompt, 10)
     bench.prompts.computes(prompt)
+    prompt = bench.prompts.preempted(prompt)
     bench.clock.now += 100.0
     bench.prompts.end_step()
     assert bench.prompts.loads_chunk(prompt, KEYS[0]), "0.3 s, beside 0.32 for computing"
@@ -154,11 +155,31 @@ def test_what_came_for_others_while_a_prompt_was_computed_makes_its_next_wait_no
     bench.prompts.load_begins(prompt, 10, 320)
     bench.prompts.load_ends(prompt, 10)
     bench.prompts.computes(prompt)
+    prompt = bench.prompts.preempted(prompt)
     bench.prompts.load_begins(other, 1000, 32_000)
     bench.prompts.load_ends(other, 1000)
     bench.clock.now += 100.0
     bench.prompts.load_begins(prompt, 10, 320)
     assert bench.waited(prompt) == pytest.approx(LATE * 320, abs=1.1)
+
+
+def test_of_a_session_each_input_is_computed_once_and_all_of_them_are_looked_up_after_a_preemption():
+    bench = Bench()
+    prompt = bench.comes("a", 3200)
+    bench.prompts.computes(prompt)
+    assert bench.waits.gpu.ahead == 3200
+    bench.clock.now += 3200 * PER_TOKEN
+    bench.prompts.expect("a", 64)
+    bench.prompts.computes(prompt)
+    assert bench.waits.gpu.ahead == pytest.approx(64)
+    assert (prompt.before, bench.prompts.preempted(prompt).state.prompt_tokens) == (3200, 3264)
+    prompt = bench.prompts.preempted(prompt)
+    bench.clock.now += 64 * PER_TOKEN
+    for _ in range(2):  # before the first of the two is begun
+        bench.prompts.expect("a", 32)
+    bench.prompts.computes(prompt)
+    bench.prompts.computes(prompt)
+    assert bench.waits.gpu.ahead == pytest.approx(64)
 
 
 def test_a_prompt_of_unknown_length_is_loaded_unless_the_tier_is_silent():

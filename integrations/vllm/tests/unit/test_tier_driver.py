@@ -416,6 +416,51 @@ def test_a_load_that_takes_too_long_releases_its_rows_and_is_reported_while_its_
 
 
 @pytest.mark.parametrize("load_wait", [0.5])
+def test_after_each_preemption_a_request_whose_load_was_late_is_loaded_again(bench):
+    bench.store_rows(KEYS[:2], [3, 5])
+    for job_id in (2, 3):
+        bench.store.gate.clear()
+        bench.driver.submit(job_id, KEYS[:1], [7], "a", is_promotion=True)
+        bench.clock.now += 0.6
+        assert not bench.result(job_id).success
+        assert [bench.driver.lookup(key, "a") for key in KEYS[:2]] == [MISS, MISS]
+        bench.store.gate.set()
+        bench.until(lambda: not bench.tier.stats()["queued_loads"] and bench.tier.drain(PATIENCE))
+        bench.clock.now += 10.0  # the tier does not count as silent any more
+        bench.driver.end_step(preempted=["a"])
+        assert [bench.lookup(key) for key in KEYS[:2]] == [HIT, HIT]
+    bench.driver.submit(4, KEYS[:2], [7, 8], "a", is_promotion=True)
+    assert bench.result(4).success
+
+
+def test_after_a_preemption_a_request_waits_for_answers_as_long_as_at_first(bench):
+    bench.store.gate.clear()
+    for key in KEYS[:2]:
+        assert bench.driver.lookup(key, "a") is RETRY
+        bench.driver.end_step()
+        bench.clock.now += 0.019
+        assert bench.driver.lookup(key, "a") is RETRY
+        bench.clock.now += 0.002
+        assert bench.driver.lookup(key, "a") is MISS
+        bench.driver.end_step(preempted=["a"])
+    assert bench.driver.lookup(KEYS[0], "a") is RETRY, "which it has not lost for good"
+
+
+def test_a_preemption_ends_no_load_of_the_request_and_lets_none_in_that_was_left_out(bench):
+    bench.store_rows(KEYS[:2], [3, 5])
+    bench.driver.leave_out("b", bench)
+    bench.driver.request_started("b", None)
+    bench.store.gate.clear()
+    bench.driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True)
+    bench.driver.end_step(preempted=["a", "b", "never announced"])
+    bench.store.gate.set()
+    assert bench.result(2).success
+    assert (bench.driver.metrics.loading_chunks, bench.driver.metrics.loaded_chunks) == (0, 2)
+    assert bench.lookup(KEYS[0]) is HIT
+    assert bench.driver.lookup(KEYS[0], "b") is MISS
+
+
+@pytest.mark.parametrize("load_wait", [0.5])
 def test_a_request_waits_for_loads_while_it_has_some_and_no_longer_than_load_wait_in_all(bench):
     bench.store_rows(KEYS[:3], [3, 5, 6])
     bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)

@@ -32,14 +32,14 @@ Ends = Callable[[OffloadKey], int | None]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The state of a request: its prompt, and which chunks are misses for it."""
+    """The state of a request until it is preempted: its prompt, and which chunks are misses for it."""
 
     context: RequestContext
     prompt: Prompt
     left_out: bool = False
     lost: set[OffloadKey] = field(default_factory=set)
     landed: dict[OffloadKey, int | None] = field(default_factory=dict)
-    """The chunks that were loaded for it since it was last begun, and where they end in its prompt."""
+    """The chunks that were loaded for it and are not counted yet, and where they end in its prompt."""
     landed_seconds: float = 0.0
 
 

@@ -8,8 +8,8 @@ a request would wait.
 
 The queue before a prompt is those that vLLM has begun, for as long as computing them takes by the clock; behind it are
 those that have arrived and were neither begun nor loaded. A request's wait for its loads is bounded by the tokens that
-they load, which are known then. Between its loads it does not wait: vLLM may compute it, preempt it, and load it again
-much later.
+they load, which are known then. Between its loads it does not wait. A request that vLLM has preempted is decided anew,
+with a wait of its own. That is also when vLLM looks up the further inputs of a session, and not before.
 """
 
 from collections import OrderedDict, deque
@@ -33,9 +33,9 @@ _INTERVALS = 2
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One request's, in tokens. ``state``: by which core decides.
+    """One request's, in tokens, until it is preempted. ``state``: by which core decides.
 
-    ``loading``, ``loaded``: since it was last begun; ``before``: those that were loaded when it was.
+    ``loaded``: since it was last begun; ``before``: those that were there then; ``begun``: those that it had then.
     ``decided_in``: which step. ``loads``: in flight; ``idle_since``: when the last one has ended, if there is none.
     ``asking_in``: in which step it last waited for an answer.
     ``trial``: how many chunks are loaded only to measure the tier; ``tried``: those of them that were asked for.
@@ -50,6 +50,7 @@ class Prompt:
     loading: int = 0
     loaded: int = 0
     before: int = 0
+    begun: int = 0
     trial: int = 0
     tried: set[OffloadKey] = field(default_factory=set)
 
@@ -76,29 +77,36 @@ class Prompts:
     # -- a prompt's way
 
     def expect(self, request_id: str, tokens: int) -> None:
-        """Record the prompt length of a request that arrives. Any thread."""
-        self._expected[request_id] = tokens
+        """Record the length of a prompt that arrives, or of a session's next input. Any thread."""
+        self._expected[request_id] = self._expected.get(request_id, 0) + tokens
         if len(self._expected) > _MOST_EXPECTED:
             self._expected.popitem(last=False)
 
     def new(self, context: RequestContext) -> Prompt:
         """Return the prompt of a request, which may have been expected."""
-        tokens = self._expected.pop(context.request_id, 0)
+        return self._prompt(context, self._expected.pop(context.request_id, 0))
+
+    def preempted(self, prompt: Prompt) -> Prompt:
+        """Return the prompt of a request that is served from its beginning again."""
+        anew = self._prompt(prompt.state.context, prompt.state.prompt_tokens)
+        anew.begun = prompt.begun
+        return anew
+
+    def _prompt(self, context: RequestContext, tokens: int) -> Prompt:
         return Prompt(RequestState(context, (self._slot,), prompt_tokens=tokens, is_whole=self._has_groups))
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that is over: vLLM prepares each further input of a session, and announces none."""
+        """Forget a request that is over, and an input of it that was never begun."""
         self._expected.pop(request_id, None)
 
     def computes(self, prompt: Prompt) -> None:
-        """Record that the engine begins a prompt: its chunks not loaded are computed. Then it is decided again."""
-        self.waits.taken_up(prompt.state)
-        self.waits.gpu.computes(max(0, prompt.state.prompt_tokens - prompt.loaded))
-        prompt.state.loading.clear()
-        prompt.is_loaded, prompt.decided_in = False, -1
-        prompt.before = prompt.loaded
-        prompt.loading = prompt.loaded = prompt.trial = 0
-        prompt.tried.clear()
+        """Record that the engine begins a prompt, or a session's next input: its chunks not loaded are computed."""
+        state = prompt.state
+        self.waits.taken_up(state)
+        state.prompt_tokens += self._expected.pop(state.context.request_id, 0)
+        prompt.before = max(prompt.begun, prompt.loaded)
+        prompt.begun, prompt.loaded = state.prompt_tokens, 0
+        self.waits.gpu.computes(max(0, prompt.begun - prompt.before))
 
     def end_step(self) -> None:
         """End the step: its loads are submitted, and later decisions use the state of the next one."""
@@ -128,7 +136,7 @@ class Prompts:
     def load_begins(self, prompt: Prompt, chunks: int, tokens: int) -> None:
         """Record a load of so many chunks, which saves computing so many tokens; its request waits for it."""
         state, slot = prompt.state, self._slot
-        is_first = not state.loading  # since it was begun
+        is_first = not state.loading
         self._leave_out_pause(prompt)
         self.waits.taken_up(state)
         slot.metrics.loading_chunks += chunks

@@ -233,7 +233,7 @@ class KvtiersTier(SecondaryTierManager):
     @never_raises(lambda: None)
     def on_schedule_end(self, context: Any) -> None:
         """Send what the step has collected."""
-        self._driver.end_step(context.new_req_ids)
+        self._driver.end_step(context.new_req_ids, context.preempted_req_ids)
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:

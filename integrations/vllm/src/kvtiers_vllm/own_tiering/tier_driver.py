@@ -124,7 +124,7 @@ class TierDriver:
         self._to_leave_out[request_id] = request
 
     def expect(self, request_id: str, prompt_tokens: int) -> None:
-        """Record the prompt length of a request that arrives. Any thread."""
+        """Record the length of a prompt that arrives, or of a session's next input. Any thread."""
         self._prompts.expect(request_id, prompt_tokens)
 
     def request_finished(self, request_id: str) -> None:
@@ -200,10 +200,11 @@ class TierDriver:
         self._ledger.poll()
         return self._ledger.take_results()
 
-    def end_step(self, new_requests: Iterable[str] = ()) -> None:
+    def end_step(self, new_requests: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
         """Send what the step has collected; where nothing is computed while loads run, leave them some time.
 
-        ``new_requests``: those that are computed for the first time in it.
+        ``new_requests``: those of which an input is computed for the first time in it. ``preempted``: those that have
+        lost their blocks; vLLM does not say when it computes them again.
         """
         self._tier.end_step()
         now = self._clock()
@@ -213,6 +214,10 @@ class TierDriver:
             if (request := self._requests.get(request_id)) is not None:
                 self._ledger.used(request)
                 self._prompts.computes(request.prompt)
+        for request_id in preempted:
+            if (request := self._requests.get(request_id)) is not None:
+                prompt = self._prompts.preempted(request.prompt)
+                self._requests[request_id] = Request(request.context, prompt, request.left_out)
         self._prompts.end_step()
         self._prefill.step_ended(new_requests, now)
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
