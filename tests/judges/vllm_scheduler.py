@@ -21,7 +21,7 @@ import pytest
 import tests.v1.kv_connector.unit.offloading_connector.utils as vllm_utils
 import tests.v1.kv_connector.unit.utils as vllm_unit
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.v1.kv_offload.base import LookupResult, PrepareStoreOutput
+from vllm.v1.kv_offload.base import LookupResult, PrepareStoreOutput, ScheduleEndContext
 
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.manager import TieringManager
@@ -47,6 +47,7 @@ MODEL = {
     "max_position_embeddings": 2048,
 }
 """Of the model that the suite would fetch: vLLM asks for its config alone."""
+NO_ONE = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 PLAIN = {"cache_salt": None, "lora_request": None, "trace_headers": None, "arrival_time": 0.0, "num_output_tokens": 0}
 """Attributes that kvtiers reads of a request."""
 FOLDER = tempfile.TemporaryDirectory()
@@ -117,7 +118,7 @@ class Judged:
             self.primary.complete_store(self.primary.prepare_store([own], "judge").rows, success=True)
         elif wanted is LookupResult.MISS and self.is_stored(key, context):
             self.primary.forget([own])
-        self.manager.on_schedule_end(None)  # within a step of vLLM's tests what is stored changes
+        self.manager.on_schedule_end(NO_ONE)  # within a step of vLLM's tests what is stored changes
 
     def starts(self, keys, rows, *, stores):
         self.plans.setdefault((stores, frozenset(keys)), []).append(rows)

@@ -117,6 +117,9 @@ def test_after_a_failed_load_the_request_computes_and_is_offered_no_other_load(b
     bench.compute(request)
     bench.scheduler.on_computed(request, 5 * TOKENS)
     assert stored(bench.scheduler.end_step()) == [24]  # the others are in the primary still
+    bench.scheduler.preempt_request(request)
+    assert bench.lookup(request) == 4 * TOKENS, "it is decided anew"
+    bench.scheduler.preempt_request(request)
     assert bench.load(bench.request("c", 5 * TOKENS, first_block=60)) == 4 * TOKENS
 
 
@@ -192,6 +195,24 @@ def test_a_preempted_requests_hit_is_released(bench) -> None:
     assert bench.scheduler.start_load(request, 4 * TOKENS) == 0
     bench.scheduler.end_step()
     assert bench.load(request) == 4 * TOKENS
+
+
+def test_a_preempted_request_loads_from_a_tier_what_it_has_failed_to_bring_before() -> None:
+    shelf = Shelf(layout_of().row_stride)
+    bench = Bench(layout_of(), tier=shelf)
+    bench.serve(bench.request("a", 4 * TOKENS))
+    bench.scheduler.reset_cache()
+    request = bench.request("b", 5 * TOKENS, first_block=20)
+    shelf.fails = True
+    assert bench.lookup(request) is None
+    shelf.land()
+    assert bench.lookup(request) == 0
+    shelf.fails = False
+    bench.scheduler.preempt_request(request)
+    assert bench.lookup(request) is None
+    shelf.land()
+    assert bench.load(request) == 4 * TOKENS
+    assert bench.wrong(request, 4 * TOKENS) == []
 
 
 def test_the_load_of_a_preempted_request_is_not_reported_and_its_blocks_stay_held(bench) -> None:

@@ -130,6 +130,10 @@ class ManagerAgainstModel(RuleBasedStateMachine):
                 assert self.manager.prepare_store(KEYS[:1], ctx) is None
                 self.misuse += self.manager._ready
 
+    @rule(index=some)
+    def preempt_request(self, index):
+        self.manager.on_request_preempted(self.request(index))
+
     # -- lookups
 
     @rule(index=some, piece=pieces)

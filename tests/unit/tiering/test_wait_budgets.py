@@ -109,6 +109,71 @@ def test_a_promotion_that_does_not_come_is_a_miss_after_load_wait_for_good_but_l
     assert bench.lookup(KEYS, bench.request()) == (8, 0, False)
 
 
+@pytest.mark.parametrize("late", ["load", "answer"])
+def test_a_request_that_is_preempted_is_decided_anew_and_waits_as_long_as_at_first(late):
+    """Also for chunks that it has given up, which may be in the primary since it has computed them."""
+    bench = bench_with(load_wait=0.5)
+    tier, ctx = bench.tier["a"], RequestContext("a")
+    tier.answer = RETRY if late == "answer" else None
+    tier.put(KEYS)
+    bench.manager.on_new_request(ctx, 128)
+    first = waited(bench, KEYS, ctx)
+    assert first[0] == 0
+    for _ in range(2):
+        assert bench.lookup(KEYS, ctx) == (0, 0, False)
+        bench.manager.on_request_preempted(ctx)
+        again = waited(bench, KEYS, ctx)
+        assert again == (0, pytest.approx(first[1], abs=0.006))
+    bench.manager.on_request_preempted(ctx)
+    tier.answer = None
+    tier.end_all()
+    bench.step()
+    bench.manager.complete_store(bench.begin_store(KEYS))
+    assert bench.lookup(KEYS, ctx) == (8, 0, False)
+
+
+def test_a_request_that_is_preempted_is_given_what_was_lost_for_it_and_counts_for_the_gpu_again():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    tier, ctx, gpu = bench.tier["a"], RequestContext("a"), bench.manager._waits.gpu
+    tier.put(KEYS)
+    bench.manager.on_new_request(ctx, 128)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step()
+    tier.end(min(tier.held), landed=KEYS[:4])
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (4, 0, False)
+    assert gpu.ahead == 64
+    bench.step(prefill_tokens=64)
+    bench.manager.on_request_preempted(ctx)
+    assert bench.lookup(KEYS, ctx) == (4, 4, False)
+    bench.step()
+    tier.end(min(tier.held), landed=[])
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (4, 0, False)
+    assert gpu.ahead == 64
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.014], ids=["by what it loads now", "not as one that has most of it"])
+def test_after_a_preemption_a_load_is_weighed_by_its_own_chunks(seconds):
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    tier, ctx = bench.tier["a"], RequestContext("a")
+    bench.slots[0].rate.add(10, 10 * seconds, bench.clock.now)
+    tier.put(KEYS)
+    bench.manager.on_new_request(ctx, 128)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step()
+    tier.end_all()
+    bench.step()
+    more = chain("more", 1)
+    tier.put(more)
+    bench.manager.on_request_preempted(ctx)
+    assert bench.lookup(more, ctx) == (0, 1, False)
+    ready, waits = waited(bench, more, ctx, tick=0.001)
+    assert (ready, waits) == (0, pytest.approx(LATE * 16 * 0.001, abs=0.0015))
+
+
 def test_chunks_that_a_request_has_given_up_may_be_there_under_other_weights():
     bench = bench_with(load_wait=0.5)
     bench.tier["a"].put(KEYS)

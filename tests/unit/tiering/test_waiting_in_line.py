@@ -92,6 +92,25 @@ def test_a_request_stands_in_line_while_other_loads_have_the_tiers_rows_and_is_l
     assert bench.figures("a")["budget_misses"] == 0
 
 
+def test_a_request_that_has_stood_in_line_for_long_enough_stands_there_again_once_it_was_preempted():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
+    bench = Bench(rows=64, options=options, hold=True)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 0.1)
+    first, second, third = (chain(name, 16) for name in ("first", "second", "third"))
+    bench.tier["a"].put(first + second + third)
+    assert bench.lookup(first, bench.request()) == (0, 16, False)
+    ctx = bench.request()
+    assert waited(bench, second, ctx)[0] == 0
+    assert bench.figures("a")["budget_misses"] == 1
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.lookup(third, bench.request()) == (0, 16, False)
+    assert bench.lookup(second, ctx) == (0, 0, False)
+    bench.manager.on_request_preempted(ctx)
+    assert bench.lookup(second, ctx) == (0, 0, True)
+
+
 def test_a_request_in_line_notices_that_its_chunks_have_come():
     options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
     bench = Bench(rows=64, options=options, hold=True)

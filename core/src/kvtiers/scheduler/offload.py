@@ -90,6 +90,7 @@ class OffloadScheduler:
         tracked = self._requests[request.context.request_id]
         with self._briefly():
             self._loads.unpin(tracked)
+            self._manager.on_request_preempted(tracked.context)
         tracked.computed = 0
         tracked.start_over()
 

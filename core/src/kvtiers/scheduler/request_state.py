@@ -45,7 +45,7 @@ class RequestState:
     loading: int | None = None
     """The job of its load in flight."""
     may_load: bool = True
-    """False once a load has failed: it is computed then."""
+    """False once a load has failed: it is computed then, until it starts over."""
     yielded: bool = False
     """It has yielded to another request that loads the same chunks."""
 
@@ -96,6 +96,7 @@ class RequestState:
     def start_over(self) -> None:
         """Reset its progress: its blocks were taken away. A load in flight has no receiver now."""
         self.loading = None
+        self.may_load = True
         self.outdated = False
         self.unloaded.clear()
         self.store_again()

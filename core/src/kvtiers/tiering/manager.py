@@ -202,6 +202,12 @@ class TieringManager:
             self._promotions.request_finished(state)
             self._requests.close_if_done(state)
 
+    @_timed
+    def on_request_preempted(self, ctx: RequestContext) -> None:
+        """Record that the engine has taken a request's blocks away: when it is looked up again, it is decided anew."""
+        if (state := self._requests.get(ctx)) is not None:
+            state.start_over()
+
     @property
     def publisher(self) -> EventSide | None:
         """The publisher of KV events (``events`` in the config); None without one."""

@@ -41,8 +41,8 @@ class RequestState:
 
     ``given_up``: chunks that are a MISS for this request: it waited too long for them, or computing them is cheaper.
     ``lost``: chunks whose load failed for it, by the tiers (bits) that lost them; those are not asked again. Both hold
-    until the request ends, or the keys mean other values. The two clocks start with the first answer that makes the
-    request wait and are never wound again.
+    until the request ends or starts over, or the keys mean other values. The two clocks start with the first answer
+    that makes the request wait and are never wound again, unless it starts over.
     """
 
     context: RequestContext
@@ -106,6 +106,17 @@ class RequestState:
     """Of a request in the sample of ``tracing``."""
     is_prefetch: bool = False
     """It stands for a prefetch: what is loaded for it is not protected, as no request waits to read it."""
+
+    def start_over(self) -> None:
+        """Forget its waits and what they have led to: its blocks were taken away, and it is served anew."""
+        self.given_up.clear()
+        self.lost.clear()
+        self.lookup_since = self.load_since = self.line_until = None
+        self.load_over = self.was_beside = self.is_computed = False
+        self.load_tokens = 0
+        self.loading, self.landed = {}, {}
+        self.answer = self.plan = None
+        self.given = []
 
     def lose(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
         """Record that loading these chunks from this tier failed."""

@@ -47,9 +47,9 @@ class Engine:
     def key(self, group, place):
         return self.hashes[place] + group.to_bytes(4, "big")
 
-    def step(self, seconds=0.001):
+    def step(self, seconds=0.001, preempted=()):
         self.bench.clock.now += seconds
-        self.manager.on_schedule_end(None)
+        self.manager.on_schedule_end(SimpleNamespace(preempted_req_ids=preempted))
 
     def scan(self, group, start, end):
         """vLLM 0.32's lookups of a group between these chunks; return up to where it finds what it needs."""
@@ -170,6 +170,24 @@ def test_a_request_that_loads_nothing_waits_for_the_gpu_no_longer(engine, why):
     assert not played.manager.waits(played.context, 16, 16 if why == "vLLM computes it all" else 1024)
     assert (gpu.waiting, gpu.ahead) == (0, 1008)
     assert not played.tier.asked
+
+
+def test_a_request_that_vllm_preempts_waits_for_its_chunks_anew(engine):
+    played = engine(64, hold=True)
+    played.tier.put([played.key(group, place) for group in (0, 1, 2) for place in range(64)])
+    for _ in range(2):
+        assert played.manager.waits(played.context, 0, 1024)
+        played.step(6.0)
+        assert not played.manager.waits(played.context, 0, 1024), "load_wait is over"
+        played.step(preempted=["r", "of another manager"])
+    played.tier.end_all()
+    played.step()
+    assert played.found(0, 64) == 64
+    played.request.load_failed = True
+    assert played.found(0, 64) == 0
+    played.step(preempted=["r"])
+    assert played.found(0, 64) == 64
+    assert played.manager.bugs.count == 0
 
 
 def test_of_a_window_that_is_there_in_part_nothing_is_loaded(engine):

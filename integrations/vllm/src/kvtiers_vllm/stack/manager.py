@@ -349,13 +349,16 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: None)
     def on_schedule_end(self, context: Any) -> None:
         """Send what the step has collected."""
-        del context  # who was scheduled is nothing to the tiers
         self._passed_over = self._limit.pass_ends()
         self._forget_answers()
         self._began_idle = None
         self._plans.confirm()
         self._continue_loads()
         with self._manager.lock:
+            for name in context.preempted_req_ids:
+                if (request := self.requests.get(name)) is not None:
+                    request.load_failed = False
+                    self._manager.on_request_preempted(request.context)
             self._manager.on_schedule_end(*self.steps.take_computed())
 
     @never_raises(lambda: None)

@@ -41,7 +41,7 @@ _CHANGES = {
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request. ``out``: it has no keys, for good. ``load_failed``: it is computed, and gets no further hits."""
+    """A request. ``out``: it has no keys, for good. ``load_failed``: it gets no hits until it was preempted."""
 
     context: RequestContext
     make_keys: Callable[[bytes], RequestKeys]
