@@ -22,7 +22,10 @@ import draft_states
 
 _FIGURES_SECONDS = 0.2  # steps bring figures, and the whole stack reports them ten times a second
 _PR_SET_PDEATHSIG = 1
-_OF_A_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 512 << 20}  # several engines share it
+_OF_A_GPU = {  # which several engines share; FlashInfer's kernels for states are compiled for minutes
+    "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 512 << 20,
+    "additional_config": {"gdn_prefill_backend": "triton"},
+}  # fmt: skip
 # What an engine imports at its start; a release that lacks some of it imports that later.
 _IMPORTS = [
     "vllm.entrypoints.llm",
