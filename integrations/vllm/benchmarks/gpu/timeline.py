@@ -2,7 +2,8 @@
 
 The engine runs in this process. Calls of vLLM and of kvtiers that lie on a load's way are timed; what one prompt costs
 is printed as a table of calls, and as the gaps between them, for a prompt in the GPU's own cache and for the same
-prompt in the primary; with MODE `stack_fs` also for one in the store alone. Usage: timeline.py MODEL [TOKENS] [MODE]
+prompt in the primary; with MODE `stack_fs` also for one in the store alone. Then the same for a burst of 24 prompts of
+half as many tokens. Usage: timeline.py MODEL [TOKENS] [MODE]
 """
 
 import functools
@@ -166,12 +167,14 @@ def main() -> None:
     burst = [[(104_729 * (n + 1) + 17 * i) % 120_000 + 10 for i in range(half)] for n in range(24)]
     ask(burst)
     time.sleep(4)
-    for _ in range(3):
-        llm.reset_prefix_cache()
-        SPANS.clear()
-        begun, ended = ask(burst)
-        print(json.dumps({"scene": f"burst of 24 x {half}", "ms": round((ended - begun) * 1e3, 2)}))
-    show("burst", begun, ended, least=0.004)
+    for name, forget in (("GPU hit", False), ("from the primary", True)):
+        for _ in range(3):
+            if forget:
+                llm.reset_prefix_cache()
+            SPANS.clear()
+            begun, ended = ask(burst)
+            print(json.dumps({"scene": f"burst of 24 x {half}, {name}", "ms": round((ended - begun) * 1e3, 2)}))
+        show(f"burst, {name}", begun, ended, least=0.004)
 
 
 if __name__ == "__main__":
