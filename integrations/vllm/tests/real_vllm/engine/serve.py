@@ -212,6 +212,25 @@ class Engine:
         add([0], resumable=False)  # so vLLM says that no further input comes
         return {"tokens": found}
 
+    def generate_while_stopped(self, host: int, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Answer prompts with a tier's host that has stopped, until a request is preempted, of which the tier alone has KV."""
+        core = self._llm.llm_engine.engine_core
+        stopped = [host]
+
+        def get_output() -> Any:
+            outputs = type(core).get_output(core)
+            scheduler = core.engine_core.scheduler
+            if stopped and any(request.num_preemptions for request in scheduler.requests.values()):
+                os.kill(stopped.pop(), signal.SIGCONT)
+                scheduler.reset_connector_cache()
+            return outputs
+
+        core.get_output = get_output
+        try:
+            return self.generate(prompts, max_tokens)
+        finally:
+            del core.get_output
+
     def reset_prefix_cache(self, connector: bool = False) -> dict[str, Any]:
         if connector:
             return {"ok": self._llm.reset_prefix_cache(reset_connector=True)}
