@@ -213,7 +213,7 @@ class Engine:
         return {"tokens": found}
 
     def generate_while_stopped(self, host: int, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Answer prompts with a tier's host that has stopped, until a request is preempted, of which the tier alone has KV."""
+        """Answer prompts with a tier's host that has stopped, until a request is preempted that the tier alone has."""
         core = self._llm.llm_engine.engine_core
         stopped = [host]
 
