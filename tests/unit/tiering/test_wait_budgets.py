@@ -43,6 +43,24 @@ def test_an_answer_may_take_a_share_of_what_computing_the_prompt_takes(tokens, l
     assert seconds == pytest.approx(longest, abs=0.006)
 
 
+def test_while_its_own_loads_run_a_request_waits_for_answers_too_and_no_longer():
+    """It waits for those anyway; what was struck out meanwhile would be computed for nothing."""
+    bench = bench_with(load_wait=None)
+    prefill(bench, seconds_per_token=0.01)
+    tier, ctx = bench.tier["a"], RequestContext("a")
+    tier.put(KEYS)
+    bench.manager.on_new_request(ctx, 128)
+    assert bench.lookup(KEYS[:4], ctx) == (0, 4, False)
+    tier.answer = RETRY
+    assert bench.lookup(KEYS, ctx) == (0, 4, True)
+    bench.step()
+    bench.step(LOOKUP * 128 * 0.01 + 0.001)
+    assert bench.lookup(KEYS, ctx) == (0, 4, True)
+    tier.end_all()
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (4, 0, False)
+
+
 @pytest.mark.parametrize(("silent", "share"), [("answers", LOOKUP), ("loads", LATE)])
 def test_after_hits_alone_a_silent_tier_is_waited_for_by_what_computing_takes_and_not_by_what_tail_steps_take(
     silent, share

@@ -249,7 +249,7 @@ class OffloadConfig(StrictModel):
     lookup_wait: Duration = Field(
         default=0.02,
         description="longest wait of a request for a tier's answer; with 'load_wait: auto' at least 15% of what "
-        "computing its prompt takes, 110% while the tier loads for others",
+        "computing its prompt takes, 110% while the tier loads",
         json_schema_extra=LIVE,
     )
     load_wait: LoadWait = Field(

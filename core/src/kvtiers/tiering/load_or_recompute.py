@@ -22,8 +22,9 @@ load begins.
 two are compared again, with the rest of the load: the request is computed after all if that is sooner by a quarter at
 least. It waits at most 1.1 times as long as computing would have taken when it began to wait. Where other loads have
 used up the tier's budget of rows, it waits for its turn by the same rule. For the tier's answer it waits 0.15 times as
-long as computing takes, or ``lookup_wait``, and 1.1 times while the tier loads for others: its hosts answer late then,
-and the request's own chunks would come after those anyway. That wait begins when the question has been sent.
+long as computing takes, or ``lookup_wait``, and 1.1 times while the tier loads: its hosts answer late then, and what it
+is asked for would come after those loads anyway. The request waits for its own among them in any case. That wait begins
+when the question has been sent.
 
 A prompt with windows or states can be used up to a place where its tier has them, or not at all. So it is decided as a
 whole, with the chunks of all KV groups, and once; while it waits it is computed after all if that, of all its tokens,
@@ -266,7 +267,7 @@ class Waits:
         waited = self._clock() - state.lookup_since
         if waited < self._options.lookup_wait or not self.decides:
             return waited >= self._options.lookup_wait
-        # What a tier brings for others is before the request's own chunks, whenever the answer comes.
+        # What a tier brings now is before what it is asked for, whenever the answer comes.
         share = LATE if any(slot.metrics.loading_chunks for slot in silent) else LOOKUP
         return waited >= share * state.prompt_tokens * self._seconds_per_token(state)
 
