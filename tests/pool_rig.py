@@ -1,4 +1,8 @@
-"""Engines and keepers for tests of a pool: all that an engine finds is compared with what belongs to its key."""
+"""Engines and keepers for tests of a pool: all that an engine finds is compared with what belongs to its key.
+
+What a test starts ends with it, by ``end_all``, also where it fails: a thread that goes on would keep pytest from
+ending, and a socket that nobody closes would be another test's error.
+"""
 
 import contextlib
 import fcntl
@@ -38,6 +42,12 @@ OTHER, THIRD = (
 )
 """Of other models, whose rows are larger."""
 PATIENCE = 60.0
+_ends = contextlib.ExitStack()
+
+
+def end_all():
+    """End what was started and has not ended yet, the newest first."""
+    _ends.close()
 
 
 def wait_until(condition, what):
@@ -72,11 +82,15 @@ class PoolEngine:
     def __init__(self, path, *, policy="lru", layout=LAYOUT, prefix=None, deadline=PATIENCE, **more):
         prefix = prefix or StorageNames.of_layout("default", layout).prefix
         self._nbytes = layout.payload_bytes(0)
+        self._end = _ends.enter_context(contextlib.ExitStack())
         self.loan = PoolLoan.take(str(path), prefix, layout, deadline, **{"look_seconds": 0.002, **more})
-        self._rows = self.loan.take_rows()
-        stride = layout.row_stride
-        self._mapping = map_memory(self._rows, self.loan.nbytes, self.loan.num_rows * stride)
+        self._end.callback(self.loan.close)
+        rows, stride = self.loan.take_rows(), layout.row_stride
+        self._end.callback(os.close, rows)
+        self._mapping = map_memory(rows, self.loan.nbytes, self.loan.num_rows * stride)
+        self._end.callback(self._mapping.close)
         self.tier = PooledPrimaryTier(self.loan, stride, self._mapping.view, policy=policy)
+        self._end.callback(self.tier.close)
         self._left = []
 
     def row(self, row):
@@ -173,10 +187,8 @@ class PoolEngine:
                 self.tier.complete_store(allocation.rows, chance.random() > 0.1)
 
     def close(self):
-        self.tier.close()
-        self._mapping.close()
-        os.close(self._rows)
-        self.loan.close()
+        """End the engine. May be called again."""
+        self._end.close()
 
 
 @contextlib.contextmanager
@@ -210,6 +222,8 @@ class ServiceManager:
         self._stopped, self._stop = socket.socketpair()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+        self._end = _ends.enter_context(contextlib.ExitStack())
+        self._end.callback(self._close)
 
     def _run(self):
         while self._stopped not in select.select([self._sock, self._stopped], [], [])[0]:
@@ -274,13 +288,17 @@ class ServiceManager:
         return process
 
     def close(self):
+        """Let all go, and end. May be called again."""
+        self._end.close()
+
+    def _close(self):
         self._stop.close()
         self._thread.join(PATIENCE)
         for _, fd in self.kept():
             os.close(fd)
         self._sock.close()
         self._stopped.close()
-        Path(self.address).unlink()
+        Path(self.address).unlink(missing_ok=True)
 
 
 _SERVICE = """
@@ -300,19 +318,22 @@ class KeeperThread:
     def __init__(self, path, size, handover=0.0, manager=None, parts=1):
         self.path = path
         self._listener = listen(path)
+        self._end = _ends.enter_context(contextlib.ExitStack())
+        self._end.callback(self._listener.close)
+        self._end.callback(path.unlink, missing_ok=True)
         store = manager.store() if manager is not None else None
         self.keeper = Keeper(self._listener, size, parts, handover=handover, store=store)
         self._thread = threading.Thread(target=self.keeper.serve)
         self._thread.start()
+        self._end.callback(self._thread.join, PATIENCE)
+        self._end.callback(self.keeper.stop)
 
     def figures(self):
         return pool_figures(self.path)
 
     def stop(self):
-        self.keeper.stop()
-        self._thread.join(PATIENCE)
-        self.path.unlink(missing_ok=True)
-        self._listener.close()
+        """End the keeper. May be called again."""
+        self._end.close()
 
 
 class Forks:
@@ -321,7 +342,6 @@ class Forks:
     def __init__(self, bug=""):
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.settimeout(PATIENCE)
-        self._forks = []
         with theirs:
             command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), bug]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
@@ -335,12 +355,11 @@ class Forks:
         with theirs:
             fds = [theirs.fileno(), *(fd for _, fd in kept)]
             socket.send_fds(self._requests, [" ".join(map(str, words)).encode()], fds)
-        self._forks.append(Fork(int(self._requests.recv(100)), ours))
-        return self._forks[-1]
+        fork = Fork(int(self._requests.recv(100)), ours)
+        _ends.callback(fork.end)
+        return fork
 
     def close(self):
-        for fork in self._forks:
-            fork.end()
         self._requests.close()
         self._process.wait(PATIENCE)
 

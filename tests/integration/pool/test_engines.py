@@ -21,31 +21,26 @@ KEYS = chain(1, 8)
 
 @pytest.fixture
 def keeper(tmp_path):
-    running = KeeperThread(tmp_path / "pool.sock", 1 << 20)
-    yield running
-    running.stop()
+    return KeeperThread(tmp_path / "pool.sock", 1 << 20)
 
 
 @pytest.fixture
 def shared(tmp_path):
     """A keeper for two engines."""
-    running = KeeperThread(tmp_path / "pool.sock", 1 << 20, parts=2)
-    yield running
-    running.stop()
+    return KeeperThread(tmp_path / "pool.sock", 1 << 20, parts=2)
 
 
 @contextlib.contextmanager
 def running(config, layout=LAYOUT, **options):
     """An engine of one rank: its manager, its worker and its only KV tensor."""
-    manager = kvtiers.open_manager(config, layout, **options)
-    tensor = np.zeros((16, PAYLOAD), np.uint8)
-    worker = kvtiers.open_worker(config, layout, [tensor], engine_id=manager.engine_id)
-    try:
+    with contextlib.ExitStack() as ends:
+        manager = kvtiers.open_manager(config, layout, **options)
+        ends.callback(manager.shutdown, 10)
+        tensor = np.zeros((16, PAYLOAD), np.uint8)
+        worker = kvtiers.open_worker(config, layout, [tensor], engine_id=manager.engine_id)
+        ends.callback(worker.shutdown)
         manager.wait_ready(120)  # a busy machine starts hosts slowly
         yield manager, worker, tensor
-    finally:
-        worker.shutdown()
-        manager.shutdown(10)
 
 
 def config(keeper, *tiers, **more):
@@ -167,12 +162,12 @@ def test_memory_is_prepared_ahead_only_where_there_is_no_keeper(keeper):
     assert begin_memory(load_config(config(keeper)), "x") is None
     settings = config(keeper)
     settings["primary"]["pool"] += "-not"
-    memory = begin_memory(load_config(settings), "x")
-    assert isinstance(memory, EarlyMemory)
-    with running(config(keeper), engine=EngineFacts(memory=memory)) as engine:  # it came meanwhile
-        assert engine[0].stats()["primary"]["rows"] == (1 << 20) // LAYOUT.row_stride
-    with pytest.raises(StartError, match="released or used"):
-        memory.take()
+    with contextlib.closing(begin_memory(load_config(settings), "x")) as memory:
+        assert isinstance(memory, EarlyMemory)
+        with running(config(keeper), engine=EngineFacts(memory=memory)) as engine:  # it came meanwhile
+            assert engine[0].stats()["primary"]["rows"] == (1 << 20) // LAYOUT.row_stride
+        with pytest.raises(StartError, match="released or used"):
+            memory.take()
 
 
 @pytest.mark.parametrize("admission", ["all", "second_access"])

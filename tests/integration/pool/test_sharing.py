@@ -94,9 +94,7 @@ class Sharer(PoolEngine):
 
 @pytest.fixture
 def keeper(tmp_path):
-    running = KeeperThread(tmp_path / "pool.sock", 80 * PARTS * LAYOUT.row_stride, parts=PARTS)
-    yield running
-    running.stop()
+    return KeeperThread(tmp_path / "pool.sock", 80 * PARTS * LAYOUT.row_stride, parts=PARTS)
 
 
 def settle(engines):

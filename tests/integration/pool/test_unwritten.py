@@ -27,19 +27,14 @@ def keeper(tmp_path, request):
     """A keeper for one engine, or for two, of which one is at work and has no tier."""
     parts = 2 if request.param == "shared" else 1
     keeper = KeeperThread(tmp_path / "pool.sock", parts << 20, parts=parts)
-    with contextlib.ExitStack() as stack:
-        stack.callback(keeper.stop)
-        if parts > 1:
-            stack.enter_context(running(config(keeper)))
+    with running(config(keeper)) if parts > 1 else contextlib.nullcontext():
         yield keeper
 
 
 @pytest.fixture
 def large(tmp_path):
     """A keeper for three engines."""
-    keeper = KeeperThread(tmp_path / "pool.sock", 3 << 20, parts=3)
-    yield keeper
-    keeper.stop()
+    return KeeperThread(tmp_path / "pool.sock", 3 << 20, parts=3)
 
 
 @pytest.fixture

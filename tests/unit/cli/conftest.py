@@ -4,12 +4,12 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from tests import stores
+from tests import pool_rig, stores
 
 from kvtiers.cli.main import cli
 
@@ -30,6 +30,13 @@ class Store(DictStore):
     def __init__(self, *values):
         self.values = dict(values)
 """
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    """End what a test has started of a pool."""
+    yield
+    pool_rig.end_all()
 
 
 @pytest.fixture

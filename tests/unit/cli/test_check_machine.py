@@ -311,34 +311,25 @@ def test_a_pool_that_is_to_be_had_is_named_and_one_that_is_not_with_the_reason(m
     assert (finding.level, finding.text.partition(": No such")[0]) == ("warning", f"pool: no keeper serves at {path}")
     assert "of its own, and a restart is cold" in finding.text
     assert finding.fix == f"start one: kvtiers pool serve --size SIZE --socket {path}"
-    keeper = KeeperThread(path, 1 << 20)
-    try:
-        findings = examine(config(pool=str(path)), machine())
-    finally:
-        keeper.stop()
+    KeeperThread(path, 1 << 20)
+    findings = examine(config(pool=str(path)), machine())
     assert Finding("ok", f"pool: 1MiB at {path}, 0 chunks; no engine has it") in findings
     assert not bad(findings)
 
 
 def test_a_pool_of_another_format_is_none_that_is_to_be_had(machine, tmp_path, monkeypatch):
-    keeper = KeeperThread(tmp_path / "pool.sock", 1 << 20)
+    KeeperThread(tmp_path / "pool.sock", 1 << 20)
     monkeypatch.setattr("kvtiers.pool.keeper.POOL_FORMAT", 99)
-    try:
-        (finding,) = bad(examine(config(pool=str(tmp_path / "pool.sock")), machine()))
-        with pytest.raises(StartError, match="the keeper's is 99; run the same kvtiers in both"):
-            clear_pool(str(tmp_path / "pool.sock"))
-    finally:
-        keeper.stop()
+    (finding,) = bad(examine(config(pool=str(tmp_path / "pool.sock")), machine()))
+    with pytest.raises(StartError, match="the keeper's is 99; run the same kvtiers in both"):
+        clear_pool(str(tmp_path / "pool.sock"))
     assert finding.text.startswith("pool: format 3 is asked for, the keeper's is 99: the engine has ")
     assert finding.fix == "run the same kvtiers in both"
 
 
 def test_what_an_engine_without_its_pool_lacks_and_what_a_pool_ignores_are_warnings(machine, tmp_path):
-    keeper = KeeperThread(tmp_path / "pool.sock", 1 << 20)
+    KeeperThread(tmp_path / "pool.sock", 1 << 20)
     wanted = config(pool=str(tmp_path / "pool.sock"), capacity="100TiB", numa_node=0)
-    try:
-        found = [finding.text for finding in bad(examine(wanted, machine())) if finding.level == "warning"]
-    finally:
-        keeper.stop()
+    found = [finding.text for finding in bad(examine(wanted, machine())) if finding.level == "warning"]
     assert "numa_node does nothing with a pool" in found
     assert [text for text in found if text.startswith("without the pool the engine does not start: 100TiB of memory")]

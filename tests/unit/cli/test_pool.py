@@ -22,9 +22,7 @@ from kvtiers.pool.loan import is_served, pool_figures
 
 @pytest.fixture
 def manager(tmp_path):
-    running = ServiceManager(tmp_path / "notify")
-    yield running
-    running.close()
+    return ServiceManager(tmp_path / "notify")
 
 
 @pytest.fixture
@@ -154,7 +152,6 @@ def test_clear_forgets_what_no_engine_has_and_says_of_the_rest_who_has_it(servin
     assert (cleared.exit_code, cleared.output) == (0, "3 chunks forgotten\n")
     engine = PoolEngine(path)
     assert engine.tier.chunks == 0
-    engine.close()
 
 
 def test_memory_is_taken_from_the_numa_node_that_is_named(serving, tmp_path):

@@ -36,9 +36,7 @@ def fs(tmp_path, layout):
 @pytest.fixture
 def pool(tmp_path):
     """A keeper's socket, where the config of these tests looks for a pool."""
-    keeper = KeeperThread(tmp_path / "pool.sock", 1 << 20)
-    yield keeper.path
-    keeper.stop()
+    return KeeperThread(tmp_path / "pool.sock", 1 << 20).path
 
 
 @pytest.fixture
@@ -115,7 +113,6 @@ def test_after_a_bump_the_next_engine_finds_nothing_in_the_pool_either(run, pool
     assert "pool: 3 chunks forgotten; each other pool needs its own 'kvtiers pool clear'\n" in result.stdout
     engine = PoolEngine(pool)
     assert engine.tier.chunks == 0
-    engine.close()
 
 
 def test_a_pool_that_an_engine_has_is_not_cleared_which_is_an_error_behind_the_bump(run, pooled, fs, store, pool):
@@ -132,7 +129,6 @@ def test_a_pool_that_an_engine_has_is_not_cleared_which_is_an_error_behind_the_b
     assert (result.exit_code, report["tiers"]) == (1, {"disk": {"values": 0, "bytes": 0}})
     assert "an engine has its memory" in report["pool"]["error"]
     assert engine.check() == 3
-    engine.close()
 
 
 def test_on_a_machine_without_the_pool_a_bump_says_so_and_is_done(run, pooled, fs, store, tmp_path):

@@ -1,6 +1,5 @@
 """Engines of several models in a pool: each has parts of its arena; parts without an engine go to another model's."""
 
-import contextlib
 import logging
 import os
 import sys
@@ -52,9 +51,7 @@ def begin(path):
         running.append(KeeperThread(path, SIZE, **{"parts": PARTS, **options}))
         return running[-1]
 
-    yield begin
-    for keeper in running:
-        keeper.stop()
+    return begin
 
 
 @pytest.fixture
@@ -64,23 +61,16 @@ def keeper(begin):
 
 @pytest.fixture
 def start(path):
-    """Start engines, which end with the test, if they have not before."""
-    with contextlib.ExitStack() as stack:
+    """Start engines."""
 
-        def start(layout=LAYOUT, *keys, **more):
-            engine = PoolEngine(path, layout=layout, **more)
-            stack.callback(end, engine)
-            for prompt in keys:
-                engine.store(prompt)
-            wait_until(engine.is_published, "it is not published")
-            return engine
+    def start(layout=LAYOUT, *keys, **more):
+        engine = PoolEngine(path, layout=layout, **more)
+        for prompt in keys:
+            engine.store(prompt)
+        wait_until(engine.is_published, "it is not published")
+        return engine
 
-        yield start
-
-
-def end(engine):
-    if engine.loan._rows >= 0:
-        engine.close()
+    return start
 
 
 def figures_once(keeper, holds):
@@ -226,20 +216,19 @@ def test_a_part_goes_to_another_model_only_after_its_last_rank_has_ended(keeper,
     assert [part["arena"] for part in keeper.figures()["parts"]].count(arena_name(OTHER)) == 1
 
 
-def test_an_engine_waits_for_a_part_of_another_model_that_is_being_checked(begin, start, monkeypatch):
+def test_an_engine_waits_for_a_part_of_another_model_that_is_being_checked(begin, start, monkeypatch, over):
     begin(parts=1)
-    held = []
     damaged_of = Arena.damaged_of
 
     def wait_first(*check):
-        wait_until(lambda: held, "nobody lets it")
+        over.wait(60)
         return damaged_of(*check)
 
     monkeypatch.setattr(Arena, "damaged_of", wait_first)
     start(LAYOUT, KEYS).close()
     with pytest.raises(StartError, match=r"its rows are being checked|has its memory"):
         start(OTHER, deadline=0.3)
-    held.append(1)
+    over.set()
     assert start(OTHER).check() == 0
 
 
@@ -320,9 +309,7 @@ def test_a_part_of_an_arena_whose_engines_have_all_ended_without_a_keeper_is_any
 
 @pytest.fixture
 def manager(tmp_path):
-    running = ServiceManager(tmp_path / "notify")
-    yield running
-    running.close()
+    return ServiceManager(tmp_path / "notify")
 
 
 def test_the_service_manager_has_all_arenas_over_a_restart(begin, start, manager):

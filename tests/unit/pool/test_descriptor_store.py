@@ -44,9 +44,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def manager(tmp_path):
-    running = ServiceManager(tmp_path / "notify")
-    yield running
-    running.close()
+    return ServiceManager(tmp_path / "notify")
 
 
 @pytest.fixture
@@ -60,9 +58,7 @@ def start(path, manager):
         running.append(KeeperThread(path, size, manager=manager, **options))
         return running[-1]
 
-    yield start
-    for keeper in running:
-        keeper.stop()
+    return start
 
 
 def leave(path, keys=KEYS):
@@ -276,7 +272,6 @@ def test_chunks_of_other_weights_are_not_found_and_those_stored_since_are(path, 
     wait_until(lambda: keeper.figures()["checked"] == 10, "its rows are not checked")
     engine = PoolEngine(path, prefix=prefix)
     assert engine.check() == 10
-    engine.close()
 
 
 def test_an_engine_that_lives_on_keeps_its_memory_from_others(path, manager, start):
@@ -385,13 +380,12 @@ def test_a_keeper_that_took_memory_back_takes_no_other(path, manager, start, cap
     engine = PoolEngine(path)
     engine.store(KEYS)
     wait_until(engine.is_published, "it is not published")
-    engine.loan._sending.acquire()  # it comes late
-    alone.stop()
-    start()
-    rows = leave(path, chain(2, 20))
-    keeper = start()
-    wait_until(lambda: keeper.figures()["checked"] == 20, "its rows are not checked")
-    engine.loan._sending.release()
+    with engine.loan._sending:  # it comes late
+        alone.stop()
+        start()
+        rows = leave(path, chain(2, 20))
+        keeper = start()
+        wait_until(lambda: keeper.figures()["checked"] == 20, "its rows are not checked")
     wait_until(lambda: "this keeper has other memory by now" in caplog.text, "it does not ask")
     engine.close()
     assert found(path) == rows

@@ -40,9 +40,9 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def slow(monkeypatch):
+def slow(monkeypatch, over):
     """An event that each piece of a keeper's check waits for."""
-    damaged_of, over = Arena.damaged_of, threading.Event()
+    damaged_of = Arena.damaged_of
 
     def wait_first(arena, part, rows):
         over.wait(60)
@@ -54,9 +54,7 @@ def slow(monkeypatch):
 
 @pytest.fixture
 def keeper(path):
-    running = KeeperThread(path, SIZE)
-    yield running
-    running.stop()
+    return KeeperThread(path, SIZE)
 
 
 def figures_when(keeper, **wanted):
@@ -105,7 +103,6 @@ def test_chunks_leave_in_the_order_of_their_last_use_whichever_engine_that_was(p
     engine.store(chain(4, 40))
     assert engine.load(chain(1, 30)) == 30
     assert engine.load(chain(2, 30)) == 0
-    engine.close()
 
 
 def test_events_name_what_was_there_at_the_start(path, keeper):
@@ -113,7 +110,6 @@ def test_events_name_what_was_there_at_the_start(path, keeper):
     engine = PoolEngine(path)
     (event,) = engine.tier.take_events()
     assert (set(event.keys), event.removed) == (set(KEYS), False)
-    engine.close()
 
 
 def test_a_row_that_is_being_written_to_is_nobodys(path, keeper):
@@ -124,7 +120,6 @@ def test_a_row_that_is_being_written_to_is_nobodys(path, keeper):
     engine = PoolEngine(path)
     assert engine.check() == 90
     assert engine.load(chain(2, 10)) == 0
-    engine.close()
 
 
 def test_a_chunk_that_was_evicted_is_found_as_long_as_its_bytes_are_there_and_once(path, keeper):
@@ -135,7 +130,6 @@ def test_a_chunk_that_was_evicted_is_found_as_long_as_its_bytes_are_there_and_on
     engine.close()
     engine = PoolEngine(path)
     assert engine.load(chain(1, 60)) == engine.check()
-    engine.close()
 
 
 def test_what_is_cleared_while_it_is_checked_is_not_found_and_its_damage_is_not_lost(path, slow):
@@ -149,15 +143,12 @@ def test_what_is_cleared_while_it_is_checked_is_not_found_and_its_damage_is_not_
     engine = PoolEngine(path)
     assert engine.tier.chunks == 0
     assert keeper.figures()["damaged"] == 1
-    engine.close()
-    keeper.stop()
 
 
 def test_a_keeper_to_which_an_engine_may_be_about_to_bring_its_memory_does_not_say_that_it_is_cleared(path):
-    keeper = KeeperThread(path, SIZE, handover=60)
+    KeeperThread(path, SIZE, handover=60)
     with pytest.raises(StartError, match="it has no memory yet; ask again in a moment"):
         clear_pool(str(path))
-    keeper.stop()
 
 
 @pytest.mark.parametrize("what", ["reset_cache", "forget"])
@@ -167,7 +158,6 @@ def test_what_an_engine_was_told_to_forget_is_not_found(path, keeper, what):
     engine.close()
     engine = PoolEngine(path)
     assert engine.tier.chunks == 0
-    engine.close()
 
 
 def test_a_chunk_whose_bytes_have_changed_is_not_found(path, keeper, caplog):
@@ -179,7 +169,6 @@ def test_a_chunk_whose_bytes_have_changed_is_not_found(path, keeper, caplog):
     assert [found is LookupResult.HIT for found in engine.tier.find(KEYS)] == [place != 7 for place in range(len(KEYS))]
     assert keeper.figures()["damaged"] == 1, "before the next engine got it"
     assert "1 of them damaged" in caplog.text
-    engine.close()
 
 
 def test_a_row_that_is_leased_again_while_it_is_hashed_is_not_published(path, monkeypatch):
@@ -199,8 +188,6 @@ def test_a_row_that_is_leased_again_while_it_is_hashed_is_not_published(path, mo
     wait_until(lambda: keeper.figures()["published"] == 25, "it is not published")
     assert keeper.figures()["chunks"] == 25
     assert [engine.loan._index.editions[row] for row in rows[:5]] == [0] * 5
-    engine.close()
-    keeper.stop()
 
 
 def test_chunks_of_other_weights_and_of_another_layout_are_not_found(path, keeper):
@@ -217,7 +204,6 @@ def test_chunks_of_other_weights_and_of_another_layout_are_not_found(path, keepe
     large = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, 8000),))
     engine = PoolEngine(path, layout=large, prefix="default/large-1/")
     assert (engine.tier.num_rows, engine.tier.chunks) == (ROWS // 2, 0)
-    engine.close()
 
 
 def test_an_engine_waits_for_a_check_as_long_as_its_start_may_take_and_is_lent_nothing_once_it_has_given_up(path, slow):
@@ -230,8 +216,6 @@ def test_an_engine_waits_for_a_check_as_long_as_its_start_may_take_and_is_lent_n
     engine = PoolEngine(path)
     assert engine.check() == 30
     assert keeper.figures()["engines"] == 2
-    engine.close()
-    keeper.stop()
 
 
 def test_who_gives_up_just_when_it_is_lent_the_memory_has_it_no_longer(path, keeper, monkeypatch):
@@ -242,9 +226,8 @@ def test_who_gives_up_just_when_it_is_lent_the_memory_has_it_no_longer(path, kee
         patched.setattr(PoolLoan, "__init__", refused)
         with pytest.raises(StartError, match="given up"):
             PoolEngine(path)
-    engine = PoolEngine(path)
+    PoolEngine(path)
     assert keeper.figures()["engines"] == 2
-    engine.close()
 
 
 def test_an_engine_waits_for_the_one_before_it_and_not_for_one_at_work(path, keeper):
@@ -261,16 +244,14 @@ def test_an_engine_waits_for_the_one_before_it_and_not_for_one_at_work(path, kee
     os.close(rows)
     engine = PoolEngine(path)
     assert engine.check() == 30
-    engine.close()
 
 
 def test_a_start_that_may_wait_for_no_other_engine_still_hears_the_keeper_out(path, keeper):
     """A keeper's word takes a moment, and on a busy machine a long one."""
     wait_until(lambda: keeper.figures()["populated"], "it is not populated")
-    engine = PoolEngine(path, deadline=0)
+    PoolEngine(path, deadline=0)
     with pytest.raises(StartError, match=f"process {os.getpid()} has its memory"):
         PoolEngine(path, deadline=0)
-    engine.close()
 
 
 def test_memory_is_taken_back_after_the_last_rank_has_ended(path, keeper):
@@ -303,9 +284,11 @@ def test_a_rank_that_leaves_and_comes_back_is_watched(path, keeper):
     figures_when(keeper, checked=30, checking=False)
 
 
-def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of_the_next(path, keeper, monkeypatch):
+def test_the_end_of_the_process_that_was_a_rank_before_does_not_end_the_watch_of_the_next(
+    path, keeper, monkeypatch, over
+):
     """The keeper sees both at once: that another process is this rank now, and that the one before has ended."""
-    hash_row, is_held, over = ChunkHash.__call__, threading.Event(), threading.Event()
+    hash_row, is_held = ChunkHash.__call__, threading.Event()
 
     def held(*chunk):
         is_held.set()
@@ -339,34 +322,29 @@ def test_an_engine_that_lost_a_keeper_which_lives_comes_back_to_it_by_another_co
     wait_until(engine.is_published, "it is not published")
     figures_when(keeper, engines=1, watched=1, engine_connected=True)
     wait_until(lambda: len(keeper.keeper._peers) == 1, "its first connection is held")
-    engine.close()
 
 
 def test_memory_that_was_made_meanwhile_and_lent_to_nobody_is_given_up_for_an_engines(path):
     keeper = KeeperThread(path, SIZE)
     engine = stored(path, KEYS)
     keeper.stop()
-    engine.loan._sending.acquire()  # its interpreter is held, as it were
-    keeper = KeeperThread(path, SIZE)
-    wait_until(lambda: keeper.figures()["populated"], "it is not populated")
-    engine.loan._sending.release()
+    with engine.loan._sending:  # its interpreter is held, as it were
+        keeper = KeeperThread(path, SIZE)
+        wait_until(lambda: keeper.figures()["populated"], "it is not populated")
     wait_until(lambda: keeper.figures()["engine_connected"], "the memory is not brought")
     assert keeper.figures()["chunks"] == 30
-    engine.close()
-    keeper.stop()
 
 
 def test_memory_that_is_given_up_while_it_is_populated_may_be_told_of_its_progress():
-    memory = KeeperMemory(SIZE, 1, "off", KeptMemory(DescriptorStore()), lambda: None)
-    memory.make()
-    memory.drop()
-    assert not memory.populate(), "as by an event of a descriptor that has been closed since"
-    memory.close()
+    with contextlib.closing(KeeperMemory(SIZE, 1, "off", KeptMemory(DescriptorStore()), lambda: None)) as memory:
+        memory.make()
+        memory.drop()
+        assert not memory.populate(), "as by an event of a descriptor that has been closed since"
 
 
 def test_an_engine_without_descriptors_for_a_while_is_an_engine_without_a_keeper_for_a_while(path, monkeypatch):
     keeper = KeeperThread(path, SIZE)
-    engine = stored(path, KEYS)
+    stored(path, KEYS)
     keeper.stop()
     socket, refused = loan_module.socket.socket, []
 
@@ -382,8 +360,6 @@ def test_an_engine_without_descriptors_for_a_while_is_an_engine_without_a_keeper
     path.unlink()
     keeper = KeeperThread(path, SIZE, handover=60)
     wait_until(lambda: keeper.figures()["engine_connected"], "the memory is not brought")
-    engine.close()
-    keeper.stop()
 
 
 def test_an_engine_whose_talk_with_the_keeper_has_ended_does_not_say_that_it_has_its_pool(path, keeper):
@@ -391,7 +367,6 @@ def test_an_engine_whose_talk_with_the_keeper_has_ended_does_not_say_that_it_has
     engine.loan._queue.put(None)
     engine.loan._thread.join(60)
     assert engine.tier.figures()["pool"] == PoolState.ALONE
-    engine.close()
 
 
 def test_an_engine_that_never_rests_brings_its_memory_too(path):
@@ -405,8 +380,6 @@ def test_an_engine_that_never_rests_brings_its_memory_too(path):
         return keeper.figures()["engine_connected"]
 
     wait_until(busy, "the memory is not brought")
-    engine.close()
-    keeper.stop()
 
 
 def test_an_engine_brings_its_memory_to_the_next_keeper_with_what_that_does_not_have(path, monkeypatch):
@@ -425,17 +398,14 @@ def test_an_engine_brings_its_memory_to_the_next_keeper_with_what_that_does_not_
     engine.close()
     engine = PoolEngine(path)
     assert engine.check() == 70
-    engine.close()
-    keeper.stop()
 
 
 def test_a_keeper_whose_memory_an_engine_has_takes_no_other(path, keeper, caplog):
     engine = stored(path, KEYS)
     keeper.stop()
-    engine.loan._sending.acquire()  # it comes late
-    another = KeeperThread(path, SIZE)
-    second = stored(path, chain(2, 20))
-    engine.loan._sending.release()
+    with engine.loan._sending:  # it comes late
+        another = KeeperThread(path, SIZE)
+        second = stored(path, chain(2, 20))
     wait_until(lambda: "this keeper has other memory by now" in caplog.text, "it does not ask")
     assert engine.load(KEYS) == 30
     wait_until(lambda: not engine.loan._is_connected(), "it is connected")
@@ -443,22 +413,19 @@ def test_a_keeper_whose_memory_an_engine_has_takes_no_other(path, keeper, caplog
     engine.close()
     assert caplog.text.count("other memory by now") == 2, "a line of the keeper's, and one of the engine's"
     figures_when(another, checked=20, checking=False)
-    another.stop()
 
 
 def test_who_sends_what_it_may_not_is_sent_away_and_the_keeper_serves_on(path, keeper, caplog):
     chance = random.Random(1)
     for number in range(40):
-        sock = loan_module._connect(str(path), 5)
-        sock.send(bytes([0x90 + number % 16]) + chance.randbytes(20) if number else b"")
-        sock.close()
+        with loan_module._connect(str(path), 5) as sock:
+            sock.send(bytes([0x90 + number % 16]) + chance.randbytes(20) if number else b"")
     engine = stored(path, KEYS)
     loan_module.send(engine.loan._sock, loan_module.Publish([ROWS], [1], [KEYS[0]]))
     wait_until(lambda: "rows that there are not" in caplog.text, "it is believed")
     engine.store(chain(2, 10))
     wait_until(engine.is_published, "it does not come back")
     assert engine.load(KEYS) == 30
-    engine.close()
 
 
 def test_an_engine_of_another_format_is_refused_in_a_line(path, keeper, monkeypatch):
@@ -498,25 +465,22 @@ def test_a_dead_keepers_socket_is_replaced_and_a_living_ones_is_not(path, keeper
 
 
 def test_of_keepers_that_start_at_once_one_serves(path):
-    stale = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stale.bind(str(path))
-    stale.close()
-    found = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
+        stale.bind(str(path))
+    served = []
 
     def start():
-        try:
-            found.append(listen(path))
-        except StartError as error:
-            found.append(str(error))
+        with contextlib.suppress(StartError):
+            served.append(closing.enter_context(listen(path)))
 
     starts = [threading.Thread(target=start) for _ in range(8)]
-    for each in starts:
-        each.start()
-    for each in starts:
-        each.join()
-    (served,) = [each for each in found if not isinstance(each, str)]
-    assert is_served(str(path))
-    served.close()
+    with contextlib.ExitStack() as closing:
+        for each in starts:
+            each.start()
+        for each in starts:
+            each.join()
+        assert len(served) == 1
+        assert is_served(str(path))
 
 
 def test_only_this_user_can_connect(path, keeper):
@@ -530,7 +494,6 @@ def test_an_engine_cannot_write_the_index_nor_change_the_size_of_anything(path, 
     for fd in (engine.loan._rows, engine.loan._plane.fd):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)
-    engine.close()
 
 
 def test_nothing_is_left_behind(path):
@@ -614,8 +577,6 @@ def test_memory_that_could_not_be_taken_over_whole_is_nobody_elses_while_its_eng
     engine.close()
     engine = PoolEngine(path)
     assert engine.check() == 30
-    engine.close()
-    keeper.stop()
 
 
 def test_a_keeper_that_can_start_no_thread_hashes_by_itself(path, monkeypatch):
@@ -623,21 +584,18 @@ def test_a_keeper_that_can_start_no_thread_hashes_by_itself(path, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(keeper_memory.ThreadPoolExecutor, "submit", none)
-    keeper = KeeperThread(path, SIZE)
+    KeeperThread(path, SIZE)
     stored(path, KEYS).close()
     engine = PoolEngine(path)
     assert engine.check() == 30
-    engine.close()
-    keeper.stop()
 
 
 def test_memory_whose_populating_was_killed_is_an_error():
-    memory = KeeperMemory(64 << 20, 1, "off", KeptMemory(DescriptorStore()), lambda: None)
-    memory.make()
-    os.kill(memory.prefault.pid, signal.SIGKILL)
-    with pytest.raises(StartError, match=r"its memory cannot be populated: .*; lower --size, or make room"):
-        wait_until(memory.populate, "it does not end")
-    memory.close()
+    with contextlib.closing(KeeperMemory(64 << 20, 1, "off", KeptMemory(DescriptorStore()), lambda: None)) as memory:
+        memory.make()
+        os.kill(memory.prefault.pid, signal.SIGKILL)
+        with pytest.raises(StartError, match=r"its memory cannot be populated: .*; lower --size, or make room"):
+            wait_until(memory.populate, "it does not end")
 
 
 def test_a_stray_word_among_the_last_uses_does_not_stop_the_next_engine(path, keeper):
@@ -647,7 +605,6 @@ def test_a_stray_word_among_the_last_uses_does_not_stop_the_next_engine(path, ke
     engine = PoolEngine(path)
     engine.store(chain(2, 20))
     assert engine.check() == 50
-    engine.close()
 
 
 def test_keys_that_are_too_long_are_not_published_and_cost_no_connection(path, keeper):
@@ -656,7 +613,6 @@ def test_keys_that_are_too_long_are_not_published_and_cost_no_connection(path, k
     engine.store(KEYS)
     wait_until(engine.is_published, "it is not published")
     assert keeper.figures() | {"published": 30, "published_late": 0, "engines": 1} == keeper.figures()
-    engine.close()
 
 
 def test_an_engine_that_lost_its_keeper_a_moment_ago_gives_the_memory_back_at_its_end(path, keeper):
@@ -668,13 +624,12 @@ def test_an_engine_that_lost_its_keeper_a_moment_ago_gives_the_memory_back_at_it
 
 def test_descriptors_of_an_answer_that_cannot_be_used_are_closed():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    before = open_descriptors()
-    send(theirs, Welcome(4096, 4096, 0, 1), [0, 1])
-    with pytest.raises(StartError, match="out of place"):
-        loan_module._welcome(ours, 5, 5)
-    assert not descriptors_left_since(before)
-    ours.close()
-    theirs.close()
+    with ours, theirs:
+        before = open_descriptors()
+        send(theirs, Welcome(4096, 4096, 0, 1), [0, 1])
+        with pytest.raises(StartError, match="out of place"):
+            loan_module._welcome(ours, 5, 5)
+        assert not descriptors_left_since(before)
 
 
 def test_a_keeper_that_is_stopped_with_a_full_backlog_is_alive(path):

@@ -24,23 +24,13 @@ def path(tmp_path):
 
 @pytest.fixture
 def keeper(path):
-    running = KeeperThread(path, SIZE, parts=2)
-    yield running
-    running.stop()
+    return KeeperThread(path, SIZE, parts=2)
 
 
 @pytest.fixture
 def start(path, keeper):
-    """Start engines, which end with the test."""
-    running = []
-
-    def one(**more):
-        running.append(PoolEngine(path, **more))
-        return running[-1]
-
-    yield one
-    for engine in running:
-        engine.close()
+    """Start engines."""
+    return partial(PoolEngine, path)
 
 
 def sees(engine, keys):
@@ -131,21 +121,19 @@ def test_a_use_by_another_engine_is_a_use(start):
     assert one.tier.coldest(50) == chain(2, 50)[::-1]
 
 
-def test_uses_by_others_at_the_same_time_raise_nothing_into_the_owners_step():
-    plane, is_over = Plane.create(Shape(2 * 500_000 * 4096, 4096, 2)), threading.Event()
+def test_uses_by_others_at_the_same_time_raise_nothing_into_the_owners_step(over):
+    plane = Plane.create(Shape(2 * 500_000 * 4096, 4096, 2))
 
     def use():
-        while not is_over.is_set():
+        while not over.is_set():
             plane._touched[:] ^= 1
 
     others = threading.Thread(target=use)
     others.start()
-    try:
-        for _ in range(2000):
-            plane.take_touched()
-    finally:
-        is_over.set()
-        others.join()
+    for _ in range(2000):
+        plane.take_touched()
+    over.set()
+    others.join()
     plane.close()
 
 
@@ -261,9 +249,6 @@ def test_the_next_keeper_gets_all_parts_back_from_their_engines(path):
     one.close()
     third = PoolEngine(path)
     assert third.check() == 35
-    for engine in (other, third):
-        engine.close()
-    keeper.stop()
 
 
 def test_a_chunk_that_is_reset_while_it_is_loaded_is_not_borrowed_again_before_that_load_has_ended(start):
@@ -338,7 +323,7 @@ def test_a_chunk_that_its_owner_stores_again_is_found_again(start):
 
 
 def test_of_two_copies_one_is_found_when_the_other_has_left(path):
-    keeper = KeeperThread(path, 3 * 50 * LAYOUT.row_stride, parts=3)
+    KeeperThread(path, 3 * 50 * LAYOUT.row_stride, parts=3)
     engines = [PoolEngine(path) for _ in range(3)]
     for engine in engines[:2]:
         engine.tier._borrow = lambda keys: None  # as if both had computed it at once
@@ -351,9 +336,6 @@ def test_of_two_copies_one_is_found_when_the_other_has_left(path):
         stored(engine, chain(engines.index(engine) + 5, 50))
         left = 10 if engine is engines[1] else 0
         wait_until(partial(lambda left: third.load(KEYS[:10]) == left, left), "it is not followed")
-    for engine in engines:
-        engine.close()
-    keeper.stop()
 
 
 @pytest.mark.parametrize("dies", ["before the next keeper comes", "before it has come back to the next keeper"])
@@ -377,9 +359,6 @@ def test_an_engine_that_dies_between_two_keepers_leaves_no_pin_and_its_part_is_c
     assert pins(one) == 0
     third = PoolEngine(path)
     assert third.check() == 19
-    one.close()
-    third.close()
-    keeper.stop()
 
 
 def test_a_chunk_that_is_named_twice_is_given_back_once(start):
@@ -447,17 +426,14 @@ def test_a_borrowed_chunk_is_its_owners_to_write_to_a_tier(start):
 @pytest.fixture
 def left(path):
     """What an engine has left that has ended, beside two neighbours, which are ready to write it."""
-    keeper = KeeperThread(path, 3 * 100 * LAYOUT.row_stride, parts=3)
+    KeeperThread(path, 3 * 100 * LAYOUT.row_stride, parts=3)
     one, *others = (PoolEngine(path) for _ in range(3))
     stored(one, KEYS)
     for other in others:
         assert other.tier.take_left() == []
         wait_until(lambda other=other: KEYS[-1] in other.loan._neighbours.places, "it is not followed")
     one.close()
-    yield others
-    for other in others:
-        other.close()
-    keeper.stop()
+    return others
 
 
 def taken(engines):
@@ -494,7 +470,7 @@ def test_after_a_reset_what_others_have_left_is_offered_once_more(left):
 
 
 def test_a_part_whose_engines_come_and_go_is_listed_once(path):
-    keeper = KeeperThread(path, SIZE, parts=2)
+    KeeperThread(path, SIZE, parts=2)
     one, other = PoolEngine(path), PoolEngine(path)
     stored(one, KEYS)
     assert other.tier.take_left() == []
@@ -508,8 +484,6 @@ def test_a_part_whose_engines_come_and_go_is_listed_once(path):
     wait_until(lambda: neighbours._claimed, "it is not claimed")
     assert taken([other])[1] == KEYS
     assert other.tier.take_left() == []
-    other.close()
-    keeper.stop()
 
 
 def test_the_next_engine_of_a_part_offers_what_is_in_it_itself(path, left):
@@ -541,18 +515,16 @@ def test_a_row_that_a_store_job_reads_is_not_written_to_by_its_next_engine(path,
     assert owner.load(chain(12, 100)) == 100
 
 
-def test_a_chunk_that_was_left_and_is_damaged_is_not_offered(path, left):
+def test_a_chunk_that_was_left_and_is_damaged_is_not_offered(path, left, over):
     wait_until(lambda: pool_figures(str(path))["checked"] == len(KEYS), "the keeper does not check it")
     left[0].row(3)[7] ^= 1
     taker, _, _ = taken(left)
-    neighbours, may_check = taker.loan._neighbours, threading.Event()
+    neighbours = taker.loan._neighbours
     is_sound = neighbours._is_sound
-    neighbours._is_sound = lambda *chunk: may_check.wait(30.0) and is_sound(*chunk)
-    try:
-        assert taker.tier.prepare_read(KEYS) is None
-        assert taker.tier.to_offer(KEYS) == KEYS, "it is not known yet"
-    finally:
-        may_check.set()
+    neighbours._is_sound = lambda *chunk: over.wait(60) and is_sound(*chunk)
+    assert taker.tier.prepare_read(KEYS) is None
+    assert taker.tier.to_offer(KEYS) == KEYS, "it is not known yet"
+    over.set()
     taker.await_checks(KEYS)
     assert taker.tier.to_offer(KEYS) == KEYS[:3] + KEYS[4:]
 
@@ -571,7 +543,6 @@ def test_a_chunk_that_was_damaged_after_its_first_use_here_is_not_offered_though
     assert other.tier.prepare_read(KEYS) is None, "before a check"
     other.await_checks(KEYS)
     assert other.tier.to_offer(KEYS) == KEYS[:3] + KEYS[4:]
-    other.close()
 
 
 def test_what_the_keeper_publishes_after_an_engines_end_is_taken_in_too(path):
@@ -588,17 +559,13 @@ def test_what_the_keeper_publishes_after_an_engines_end_is_taken_in_too(path):
     assert taken([other])[1] == KEYS[1:]
     index.write(row, edition, KEYS[0], digest)
     assert taken([other])[1] == KEYS[:1]
-    other.close()
-    keeper.stop()
 
 
 def test_what_an_engine_of_other_weights_left_is_nobodys_to_offer(path):
-    keeper = KeeperThread(path, SIZE, parts=2)
+    KeeperThread(path, SIZE, parts=2)
     one, other = PoolEngine(path), PoolEngine(path, prefix=PREFIX.replace("default", "other"))
     stored(one, KEYS)
     other.tier.take_left()
     one.close()
     looked(other)
     assert other.tier.take_left() == []
-    other.close()
-    keeper.stop()
