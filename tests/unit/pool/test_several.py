@@ -9,8 +9,9 @@ from tests.pool_rig import LAYOUT, PREFIX, KeeperThread, PoolEngine, chain, wait
 
 from kvtiers.api import StartError
 from kvtiers.pool import barrier
+from kvtiers.pool import neighbours as neighbours_module
 from kvtiers.pool.loan import PoolLoan, pool_figures
-from kvtiers.pool.memory import Plane, Shape
+from kvtiers.pool.memory import Plane, Shape, residents
 
 ROWS = 200
 SIZE = ROWS * LAYOUT.row_stride
@@ -467,6 +468,23 @@ def test_after_a_reset_what_others_have_left_is_offered_once_more(left):
     taker.tier.reset_cache()
     again, same, _ = taken(left)
     assert (again, same) == (taker, keys)
+
+
+def test_what_others_have_left_is_listed_once_more_after_a_reset_during_a_list_too(left, monkeypatch):
+    taker, _, _ = taken(left)
+    neighbours, lists = taker.loan._neighbours, []
+
+    def reset_meanwhile(*part):
+        lists.append(part)
+        if len(lists) == 1:
+            neighbours.list_again()
+        return residents(*part)
+
+    monkeypatch.setattr(neighbours_module, "residents", reset_meanwhile)
+    neighbours.list_again()
+    wait_until(lambda: len(lists) > 1, "it is not listed again")
+    looked(taker)
+    assert len(lists) == 2
 
 
 def test_a_part_whose_engines_come_and_go_is_listed_once(path):

@@ -119,8 +119,8 @@ class Neighbours:
         """Such parts, and their rows."""
         self._left: dict[int, list[OffloadKey]] = {}
         """By such a part, its chunks that ``take_left`` has not returned yet."""
-        self._lists = self._lists_wanted = 0
-        """How often the chunks of all these parts were listed again, and how often they were to be."""
+        self._lists_again = False
+        """Whether the chunks of all these parts are to be listed once more."""
         self._sound: dict[int, int] = {}
         self._damaged: set[Place] = set()
         self._checked: deque[Checked] = deque()
@@ -168,9 +168,9 @@ class Neighbours:
 
         ``loan``: a descriptor of this engine's loan.
         """
-        wanted = self._lists_wanted
-        listed = self._claimed if wanted == self._lists else {}
-        self._lists = wanted
+        listed = self._claimed
+        if self._lists_again:  # cleared first: after a reset during the list they are listed again
+            self._lists_again, listed = False, {}
         for part in self._others:
             if self._index.prefix(part)[1] != self._followed.prefix or is_lent(loan, part):
                 if part in self._claimed:
@@ -193,7 +193,7 @@ class Neighbours:
 
     def list_again(self) -> None:
         """Have ``take_left`` return the chunks of all parts that are claimed once more."""
-        self._lists_wanted += 1
+        self._lists_again = True
 
     def is_left(self, key: OffloadKey) -> bool:
         """Return whether a chunk is in a part that this engine has claimed."""
