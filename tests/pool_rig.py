@@ -388,6 +388,7 @@ class Fork:
         self._sock.sendall(b"?")
         while (told := self._sock.recv(1)) == b".":
             pass
+        assert told != b"!", "it has found wrong bytes, or has raised"
         self._sock.sendall(b".")
         return told == b"="
 

@@ -64,7 +64,9 @@ def _kill_at_random(forks, path, policy, parts=1, layouts=("LAYOUT",), seed=""):
         engines.append(forks.start("live", path, policy, parts * kill, of[-1]))
         engines[-1].wait_for(1)
         found = max(found, pool_figures(path)["checked"])
-    for engine in engines:
+    for engine in engines:  # of which the last one has just begun
+        engine.wait_for(20)
+        assert engine.publish(), "what it has is lost"
         engine.kill()
     auditors = [PoolEngine(path, policy=policy, layout=getattr(pool_rig, layout)) for layout in of]
     assert all(auditor.check() for auditor in auditors)
