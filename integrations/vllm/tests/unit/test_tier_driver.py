@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 from tests.stores import DictStore
@@ -60,6 +61,14 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+@dataclass(eq=False)
+class Arrived:
+    """A request as the engine holds it."""
+
+    request_id: str
+    num_prompt_tokens: int = 0
 
 
 class Bench:
@@ -282,7 +291,8 @@ def test_a_request_waits_no_longer_than_lookup_wait_for_all_its_answers_together
 @pytest.mark.parametrize("load_wait", [None])
 def test_a_long_prompt_waits_longer_for_answers_where_computing_it_takes_long(bench):
     computed(bench, "z", 640, 6.4)
-    bench.driver.expect("b", 3200)
+    shown = Arrived("b", 3200)
+    bench.driver.expect(shown)
     bench.driver.request_started("b", None)
     bench.store.gate.clear()
     assert bench.driver.lookup(KEYS[0], "b") is RETRY
@@ -578,15 +588,11 @@ def test_who_announces_does_not_wait_for_the_engine_nor_reach_into_its_calls(ben
     bench.store.gate.set()
 
 
-class Arrived:
-    """A request as the engine holds it."""
-
-
 @pytest.mark.parametrize("is_started", [True, False], ids=["started", "asked about at once"])
 def test_a_request_that_is_left_out_finds_nothing_and_stores_nothing_until_it_has_finished(bench, is_started):
     bench.store_rows([KEYS[0]], [0])
     values = dict(bench.store.values)
-    arrived = Arrived()
+    arrived = Arrived("b")
     bench.driver.leave_out("b", arrived)
     if is_started:
         bench.driver.request_started("b", None)
@@ -605,7 +611,7 @@ def test_a_request_that_is_left_out_finds_nothing_and_stores_nothing_until_it_ha
 
 
 def test_nothing_is_kept_of_a_request_that_is_left_out_and_never_scheduled(bench):
-    arrived = Arrived()
+    arrived = Arrived("b")
     bench.driver.leave_out("b", arrived)
     assert list(bench.driver._to_leave_out) == ["b"]
     del arrived
@@ -676,7 +682,8 @@ def test_a_tier_that_seemed_too_slow_and_is_fast_again_is_found_so_by_its_trial(
     assert bench.lookup(KEYS[1]) is HIT
     bench.slot.rate.add(2, 2.0, bench.clock.now)
     bench.clock.now += 5.0
-    bench.driver.expect("b", 3200)
+    shown = Arrived("b", 3200)
+    bench.driver.expect(shown)
     bench.driver.request_started("b", None)
     bench.store.gate.clear()
     assert bench.lookup(KEYS[0], "b") is HIT, "a trial"
@@ -697,7 +704,8 @@ def test_the_first_chunks_of_a_prompt_are_not_given_up_while_it_waits_for_answer
     bench.slot.rate.add(2, 1.02, bench.clock.now)
     bench.slot.rate.add(64, 1.64, bench.clock.now)
     assert bench.slot.rate.latency > 0.5
-    bench.driver.expect("b", 3200)
+    shown = Arrived("b", 3200)
+    bench.driver.expect(shown)
     bench.driver.request_started("b", None)
     assert bench.driver.lookup(KEYS[0], "b") is HIT
     bench.store.gate.clear()

@@ -12,9 +12,11 @@ they load, which are known then. Between its loads it does not wait. A request t
 with a wait of its own. That is also when vLLM looks up the further inputs of a session, and not before.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
 
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.estimates import PrefillCost
@@ -26,14 +28,13 @@ from kvtiers.types import RequestContext
 
 __all__ = ["PrefillRate", "Prompt", "Prompts"]
 
-_MOST_EXPECTED = 4096  # requests that arrive and are never announced: the oldest are forgotten
 _MOST_OPEN = 256
 _INTERVALS = 2
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One request's, in tokens, until it is preempted. ``state``: by which core decides.
+    """One request's, in tokens, until it is preempted. ``state``: by which core decides. ``shown``: vLLM's request.
 
     ``loaded``: since it was last begun; ``before``: those that were there then; ``begun``: those that it had then.
     ``decided_in``: which step. ``loads``: in flight; ``idle_since``: when the last one has ended, if there is none.
@@ -42,6 +43,7 @@ class Prompt:
     """
 
     state: RequestState
+    shown: Any
     is_loaded: bool = False
     decided_in: int = -1
     asking_in: int = -2
@@ -71,39 +73,35 @@ class Prompts:
         self._has_groups = len(tokens_per_chunk) > 1
         self._longest_silence = options.lookup_wait if options.load_wait is None else options.load_wait
         self._clock = clock
-        self._expected: OrderedDict[str, int] = OrderedDict()
+        self._expected: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        """By id, vLLM's requests that ``new`` may still name; others expire with their object."""
         self._step = 0
 
     # -- a prompt's way
 
-    def expect(self, request_id: str, tokens: int) -> None:
-        """Record the length of a prompt that arrives, or of a session's next input. Any thread."""
-        self._expected[request_id] = self._expected.get(request_id, 0) + tokens
-        if len(self._expected) > _MOST_EXPECTED:
-            self._expected.popitem(last=False)
+    def expect(self, shown: Any) -> None:
+        """Record a request of vLLM's that arrives, or an input that vLLM adds to one of the same id. Any thread."""
+        self._expected.setdefault(shown.request_id, shown)
 
     def new(self, context: RequestContext) -> Prompt:
         """Return the prompt of a request, which may have been expected."""
-        return self._prompt(context, self._expected.pop(context.request_id, 0))
+        return self._prompt(context, self._expected.pop(context.request_id, None))
 
     def preempted(self, prompt: Prompt) -> Prompt:
         """Return the prompt of a request that is served from its beginning again."""
-        anew = self._prompt(prompt.state.context, prompt.state.prompt_tokens)
+        anew = self._prompt(prompt.state.context, prompt.shown)
         anew.begun = prompt.begun
         return anew
 
-    def _prompt(self, context: RequestContext, tokens: int) -> Prompt:
-        return Prompt(RequestState(context, (self._slot,), prompt_tokens=tokens, is_whole=self._has_groups))
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that is over, and an input of it that was never begun."""
-        self._expected.pop(request_id, None)
+    def _prompt(self, context: RequestContext, shown: Any) -> Prompt:
+        state = RequestState(context, (self._slot,), prompt_tokens=_length(shown), is_whole=self._has_groups)
+        return Prompt(state, shown)
 
     def computes(self, prompt: Prompt) -> None:
         """Record that the engine begins a prompt, or a session's next input: its chunks not loaded are computed."""
         state = prompt.state
         self.waits.taken_up(state)
-        state.prompt_tokens += self._expected.pop(state.context.request_id, 0)
+        state.prompt_tokens = _length(prompt.shown)
         prompt.before = max(prompt.begun, prompt.loaded)
         prompt.begun, prompt.loaded = state.prompt_tokens, 0
         self.waits.gpu.computes(max(0, prompt.begun - prompt.before))
@@ -186,6 +184,11 @@ class Prompts:
             now = self._clock()
             prompt.state.load_since += now - prompt.idle_since
             prompt.idle_since = now
+
+
+def _length(shown: Any) -> int:
+    """Return the length of a prompt, with all inputs that a session has begun; 0 where vLLM does not say it."""
+    return int(getattr(shown, "num_prompt_tokens", None) or 0)
 
 
 @dataclass(slots=True, eq=False)

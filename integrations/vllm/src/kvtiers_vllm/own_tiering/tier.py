@@ -160,7 +160,7 @@ class KvtiersTier(SecondaryTierManager):
         is_out = not is_right or (request.cache_salt and not _RELEASE.tags_salt)
         if is_out:
             self._driver.leave_out(request.request_id, request)
-        self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
+        self._driver.expect(request)
         if is_out:
             return
         tenant = self._tenant_of(request)

@@ -19,6 +19,7 @@ Runs on the engine's thread; ``announce``, ``tend`` (``locked_tier.py``) and ``l
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey
 from kvtiers.metrics import TierMetrics
@@ -123,16 +124,15 @@ class TierDriver:
         """
         self._to_leave_out[request_id] = request
 
-    def expect(self, request_id: str, prompt_tokens: int) -> None:
-        """Record the length of a prompt that arrives, or of a session's next input. Any thread."""
-        self._prompts.expect(request_id, prompt_tokens)
+    def expect(self, request: Any) -> None:
+        """Record a request of vLLM's that arrives, or an input that vLLM adds to one of the same id. Any thread."""
+        self._prompts.expect(request)
 
     def request_finished(self, request_id: str) -> None:
         """Forget a request."""
         if (request := self._requests.pop(request_id, None)) is not None:
             self._waits.taken_up(request.prompt.state)
         self._to_leave_out.pop(request_id, None)
-        self._prompts.forget(request_id)
         self._prefill.finished(request_id)
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
