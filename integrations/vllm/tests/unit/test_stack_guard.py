@@ -78,17 +78,26 @@ def test_a_call_of_the_connectors_answers_what_vllm_answers(connector, call, arg
 
 
 @pytest.mark.parametrize(("tokens", "computes"), [(16, True), (0, False)], ids=["computes", "only moves KV"])
-def test_a_rank_is_notified_of_a_step_before_vllm_launches_anything_of_it(connector, worker_module, tokens, computes):
+def test_a_rank_notes_a_step_and_begins_its_loads_before_vllm_launches_its_model(
+    connector, worker_module, tokens, computes, caplog
+):
     """vLLM binds the step's metadata first; its call to start loads comes after the model's launches."""
     gpu = Gpu()
     gpu.note_step = lambda *, computes: connector.calls.append(("note_step", computes))
+    gpu.submit_load = lambda job_id, *_: connector.calls.append(("submit_load", job_id))
+    gpu.wait = lambda _jobs: None
     connector.connector_worker = SimpleNamespace(worker=worker_module.KvtiersWorker(gpu, 1))
     step = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens={})
     metadata = connector.build_connector_meta(step)
     assert (metadata.load_jobs, metadata.store_jobs) == ("loads", "stores"), "vLLM's own orders, unchanged"
+    metadata.load_jobs = {7: SimpleNamespace(src_spec=rows(worker_module), dst_spec=blocks())}
     connector.calls.clear()
+    caplog.clear()
     connector.bind_connector_metadata(metadata)
-    assert connector.calls == [("note_step", computes), "bind_connector_metadata"]
+    assert connector.calls == [("note_step", computes), ("submit_load", 7), "bind_connector_metadata"]
+    assert connector.connector_worker.worker.submit_load(7, rows(worker_module), blocks())
+    assert connector.calls[-1] == "bind_connector_metadata", "vLLM's own call begins nothing twice"
+    assert "a bug of kvtiers" not in caplog.text
 
 
 def test_results_of_copies_that_the_manager_cannot_take_are_passed_to_vllm(connector, connector_module, caplog):

@@ -283,13 +283,15 @@ def test_each_part_is_copied_into_its_own_blocks_and_the_job_ends_with_the_last(
     assert worker.get_finished() == []
 
 
-def test_parts_that_come_before_their_load_wait_for_it(rank):
-    """vLLM binds a step's metadata before it starts the loads of that step."""
+def test_a_load_begins_before_vllm_submits_it_and_with_its_parts_once(rank):
+    """vLLM binds a step's metadata, launches the model, and submits the loads of that step then."""
     worker, gpu = rank.worker, rank.gpu
+    worker.begin_load(10, rank.rows(8, 0, 1, load_id=2), rank.blocks)
     worker.continue_loads([rank.part(6, 1, 2, load_id=2), rank.part(7, 2, 4, is_last=True, load_id=2)])
-    assert worker.submit_load(10, rank.rows(8, 0, 1, load_id=2), rank.blocks)
     assert gpu.end() == ([0], [30], (1,), (1,)), "that of the other load"
     assert [gpu.end()[0] for _ in range(3)] == [[0], [1], [2, 3]]
+    assert worker.submit_load(10, rank.rows(8, 0, 1, load_id=2), rank.blocks)
+    assert not gpu.begun, "it was begun already"
     assert [done.job_id for done in worker.get_finished()] == [10]
     assert worker.take_missing_blocks() == set()
 
@@ -362,15 +364,11 @@ def test_of_several_groups_a_part_that_does_not_fit_its_load_fails_it(rank_of_gr
     assert "a bug of kvtiers" in caplog.text
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_rows_for_a_load_that_was_refused_are_given_back(rank, caplog, early):
+def test_rows_for_a_load_that_was_refused_are_given_back(rank, caplog):
     worker = rank.worker
-    if early:
-        worker.continue_loads([rank.part(9, 1, 2, is_last=True, load_id=2)])
     bad = SimpleNamespace(block_ids=object(), group_sizes=[1], block_indices=[0])
     assert worker.submit_load(10, rank.rows(8, 0, 1, load_id=2), bad)
-    if not early:
-        worker.continue_loads([rank.part(9, 1, 2, is_last=True, load_id=2)])
+    worker.continue_loads([rank.part(9, 1, 2, is_last=True, load_id=2)])
     assert [done.job_id for done in worker.get_finished()] == [10]
     report = worker.take_report()
     assert (dict(report.ended), report.failed) == ({8: 1, 9: 1}, {8, 9})

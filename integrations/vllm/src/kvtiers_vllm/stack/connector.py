@@ -204,12 +204,13 @@ class KvtiersConnector(OffloadingConnector):
         return events
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Record that a step begins on this rank: background pinning pauses for its launches.
+        """Record that a step begins on this rank, and begin its loads; background pinning pauses for its launches.
 
-        vLLM calls this before it launches anything of the step; ``start_load_kv`` may come after the model.
+        vLLM calls this before it launches the model, and ``start_load_kv`` after it, unless a load is synchronous. A
+        load copies after what was launched before it: begun there it would wait for this step, too.
         """
         self._note_step(computes=getattr(connector_metadata, "computes", True))
-        self._continue_loads(getattr(connector_metadata, "parts", ()))
+        self._begin_loads(connector_metadata)
         super().bind_connector_metadata(connector_metadata)
 
     @never_raises(lambda: None)
@@ -217,8 +218,11 @@ class KvtiersConnector(OffloadingConnector):
         self.connector_worker.worker.note_step(computes=computes)
 
     @never_raises(lambda: None)
-    def _continue_loads(self, parts: Iterable[LoadPart]) -> None:
-        self.connector_worker.worker.continue_loads(parts)
+    def _begin_loads(self, metadata: Any) -> None:
+        worker = self.connector_worker.worker
+        for job_id, job in metadata.load_jobs.items():
+            worker.begin_load(job_id, job.src_spec, job.dst_spec)
+        worker.continue_loads(getattr(metadata, "parts", ()))
 
     def build_connector_worker_meta(self) -> Any:
         """Return vLLM's report of this worker, with ours."""

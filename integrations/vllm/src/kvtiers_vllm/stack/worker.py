@@ -118,11 +118,10 @@ class KvtiersWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._jobs: dict[int, tuple[PlannedRows, bool]] = {}
         self._refused: list[int] = []
+        self._begun: set[int] = set()
+        """Loads that vLLM will submit in this step, and that have begun already."""
         self._pipelined: dict[int, _PipelinedJob] = {}
         """By load id."""
-        self._early: dict[int, list[LoadPart]] = {}
-        """Parts that came in the step of their load: vLLM binds the metadata of a step before it starts its loads."""
-        self._refused_loads: set[int] = set()
         self._part_of: dict[int, tuple[_PipelinedJob, Sequence[int]]] = {}
         """The load of a part's copy, and its first chunk of each run, by the copy's id, which is no job's of vLLM."""
         self._part_ids = itertools.count(-1, -1)
@@ -148,18 +147,26 @@ class KvtiersWorker(OffloadingWorker):
         self._worker.submit_store(job_id, _blocks(blocks), rows.chunk_ids)
         return True
 
+    def begin_load(self, job_id: int, rows: PlannedRows, blocks: Any) -> None:
+        """Start a load that vLLM submits later in the step."""
+        self._begun.add(job_id)
+        self._submit_load(job_id, rows, blocks, expedited=False)
+
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Start to copy rows into blocks."""
-        in_parts = bool(getattr(src_spec, "load_id", 0))
-        if in_parts and self._begin_parts(job_id, src_spec, dst_spec):
-            return True
-        self._jobs[job_id] = (src_spec, False)
-        if in_parts:
-            self._refused_loads.add(src_spec.load_id)
-            self.continue_loads(self._early.pop(src_spec.load_id, ()))
-        if in_parts or not self._load(job_id, src_spec, dst_spec, expedited=expedited):
-            self._refused.append(job_id)
+        """Start to copy rows into blocks, unless that was begun already."""
+        if job_id in self._begun:
+            self._begun.remove(job_id)
+        else:
+            self._submit_load(job_id, src_spec, dst_spec, expedited=expedited)
         return True
+
+    def _submit_load(self, job_id: int, rows: PlannedRows, blocks: Any, *, expedited: bool) -> None:
+        in_parts = bool(getattr(rows, "load_id", 0))
+        if in_parts and self._begin_parts(job_id, rows, blocks):
+            return
+        self._jobs[job_id] = (rows, False)
+        if in_parts or not self._load(job_id, rows, blocks, expedited=expedited):
+            self._refused.append(job_id)
 
     @never_raises(lambda: False)
     def _load(self, job_id: int, rows: PlannedRows, blocks: Any, *, expedited: bool) -> bool:
@@ -177,28 +184,19 @@ class KvtiersWorker(OffloadingWorker):
         job = _pipelined(job_id, rows.request_id, _blocks(blocks), self._blocks_per_chunk)
         self._pipelined[rows.load_id] = job
         self._copy_part(job, rows)
-        self.continue_loads(self._early.pop(rows.load_id, ()))
         return True
 
     def continue_loads(self, parts: Iterable[LoadPart]) -> None:
-        """Start to copy the next rows of pipelined loads."""
+        """Start to copy the next rows of pipelined loads; those of a load that was refused are given back."""
         for part in parts:
             job = self._pipelined.get(part.load_id)
             if job is not None:
                 job.is_closed |= part.is_last
                 if part.rows is not None:
                     self._copy_part(job, part.rows)
-            elif part.load_id in self._refused_loads:
-                self._refuse_part(part)
-            else:
-                self._early.setdefault(part.load_id, []).append(part)
-
-    def _refuse_part(self, part: LoadPart) -> None:
-        if part.rows is not None:
-            self._report.ended[part.rows.plan_id] += 1
-            self._report.failed.add(part.rows.plan_id)
-        if part.is_last:
-            self._refused_loads.discard(part.load_id)
+            elif part.rows is not None:
+                self._report.ended[part.rows.plan_id] += 1
+                self._report.failed.add(part.rows.plan_id)
 
     def _copy_part(self, job: _PipelinedJob, rows: PlannedRows) -> None:
         part_id, firsts = next(self._part_ids), [run.given for run in job.runs]
