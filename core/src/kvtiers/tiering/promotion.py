@@ -175,9 +175,7 @@ class Promotions:
         batch.rows += rows
         batch.positions += positions
         batch.reserved.add(len(rows))
-        slot.metrics.loading_chunks += len(rows)
-        slot.reserved_chunks += len(rows)
-        state.loading[slot] = slot.reserved_chunks, state.loading.get(slot, (0, 0))[1] + len(rows)
+        state.load_from(slot, len(rows))
         self._provenance.expect(slot, keys)
 
     def _batch(self, slot: TierSlot, state: RequestState) -> _Batch:

@@ -118,6 +118,12 @@ class RequestState:
         self.answer = self.plan = None
         self.given = []
 
+    def load_from(self, slot: TierSlot, chunks: int) -> None:
+        """Count chunks that this tier is to bring for the request, behind all others that it brings."""
+        slot.metrics.loading_chunks += chunks
+        slot.reserved_chunks += chunks
+        self.loading[slot] = slot.reserved_chunks, self.loading.get(slot, (0, 0))[1] + chunks
+
     def lose(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
         """Record that loading these chunks from this tier failed."""
         lost, bit = self.lost, 1 << slot.index

@@ -244,28 +244,22 @@ class _Parts:
         with contextlib.ExitStack() as undo:
             self._logs = queue_logs()  # first: what follows logs, too
             undo.callback(self._logs.close)
-            num_rows = len(rows) // self._row_bytes
             self._hosts = self._hosts_on(rows) if config.io == "process" else None
             if self._hosts is not None:
                 pool = self._hosts.pool(config, plugin)
-                self.tier = self._tier_of(pool, num_rows)
             else:
                 self._rows = rows
-                views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
-                undo.callback(views.close)
+                self._views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
+                undo.callback(self._views.close)
                 opener = self._opener(rows)
                 backend = InProcessBackend(
-                    config, opener, views, self._names, self._sizes, self._described, self._encryption
+                    config, opener, self._views, self._names, self._sizes, self._described, self._encryption
                 )
                 pool = HostPool([PooledHost(config.tier_name, backend)])
-                self.tier = self._tier_of(pool, num_rows)
-                self._views = views
+            self.tier = ChunkStoreTier(
+                config, pool, rows=len(rows) // self._row_bytes, row_bytes=self._row_bytes, when_full=plugin.when_full
+            )
             undo.pop_all()
-
-    def _tier_of(self, pool: HostPool, rows: int) -> ChunkStoreTier:
-        return ChunkStoreTier(
-            self._config, pool, rows=rows, row_bytes=self._row_bytes, when_full=self._plugin.when_full
-        )
 
     @property
     def fingerprint(self) -> str:

@@ -133,13 +133,11 @@ class Prompts:
 
     def load_begins(self, prompt: Prompt, chunks: int, tokens: int) -> None:
         """Record a load of so many chunks, which saves computing so many tokens; its request waits for it."""
-        state, slot = prompt.state, self._slot
+        state = prompt.state
         is_first = not state.loading
         self._leave_out_pause(prompt)
         self.waits.taken_up(state)
-        slot.metrics.loading_chunks += chunks
-        slot.reserved_chunks += chunks
-        state.loading[slot] = slot.reserved_chunks, state.loading.get(slot, (0, 0))[1] + chunks
+        state.load_from(self._slot, chunks)
         prompt.loads += 1
         prompt.loading += tokens
         if state.prompt_tokens:  # windows save no tokens of their own

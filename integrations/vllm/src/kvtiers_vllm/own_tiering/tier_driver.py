@@ -182,7 +182,7 @@ class TierDriver:
         if not is_promotion:
             self._prefill.computed(request_id, *self._ledger.extent(keys, ends, request.prompt.before))
         if not is_promotion and (self._slot.options.read_only or request.left_out):
-            self._ledger.report(job_id, success=True)  # intended: it must not count as a failure
+            self.skip(job_id)
             return
         self._ledger.submit(job_id, keys, rows, request, is_promotion=is_promotion, ends=ends)
 
