@@ -3,7 +3,8 @@
 The engine runs in this process. Calls of vLLM and of kvtiers that lie on a load's way are timed; what one prompt costs
 is printed as a table of calls, and as the gaps between them, for a prompt in the GPU's own cache and for the same
 prompt in the primary; with MODE `stack_fs` also for one in the store alone. Then the same for a burst of 24 prompts of
-half as many tokens. Usage: timeline.py MODEL [TOKENS] [MODE]
+half as many tokens. With `restart`, over a store (`STORE`) that an earlier run has filled, only the burst is asked, as
+the first thing of the process. Usage: timeline.py MODEL [TOKENS] [MODE] [restart]
 """
 
 import functools
@@ -120,6 +121,11 @@ def open_engine(model: str, tokens: int, mode: str) -> Any:
     )  # fmt: skip
 
 
+def prompts_of(tokens: int, count: int, factor: int, step: int) -> list[list[int]]:
+    """Return prompts that share no chunk."""
+    return [[(factor * (n + 1) + step * i) % 120_000 + 10 for i in range(tokens)] for n in range(count)]
+
+
 def main() -> None:
     """Run the engine and print its timelines."""
     model, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 16_384
@@ -130,50 +136,48 @@ def main() -> None:
 
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
-    def ask(prompt: list[int] | list[list[int]]) -> tuple[float, float]:
-        many = prompt if isinstance(prompt[0], list) else [prompt]
+    def ask(scene: str, prompts: list[list[int]]) -> tuple[float, float]:
+        SPANS.clear()
         begun = time.perf_counter()
-        llm.generate([TokensPrompt(prompt_token_ids=one) for one in many], sampling, use_tqdm=False)
-        return begun, time.perf_counter()
+        llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], sampling, use_tqdm=False)
+        ended = time.perf_counter()
+        print(json.dumps({"scene": scene, "ms": round((ended - begun) * 1e3, 2)}))
+        return begun, ended
 
+    burst, at_once = prompts_of(tokens // 2, 24, 104_729, 17), f"burst of 24 x {tokens // 2}"
+    if "restart" in sys.argv[4:]:
+        show("burst, from the store, first of its process", *ask(f"{at_once}, restart", burst), least=0.004)
+        return
     time.sleep(float(os.environ.get("SETTLE", "30")))
-    prompts = [[(7919 * (n + 1) + 31 * i) % 120_000 + 10 for i in range(tokens)] for n in range(4)]
+    prompts = prompts_of(tokens, 4, 7919, 31)
     for prompt in prompts:
-        ask(prompt)
+        ask("computed", [prompt])
     time.sleep(3)
     for name, forget in (("GPU hit", False), ("from the primary", True)):
         for prompt in prompts:
             if forget:
                 llm.reset_prefix_cache()
             else:
-                ask(prompt)
-            SPANS.clear()
+                ask("GPU hit, before", [prompt])
             time.sleep(float(os.environ.get("PAUSE", "0")))
             before = cpu_by_thread()
-            begun, ended = ask(prompt)
-            used = {name: round((s - before.get(name, 0)) * 1e3, 2) for name, s in cpu_by_thread().items()}
-            print(json.dumps({"scene": name, "ms": round((ended - begun) * 1e3, 2)}))
+            begun, ended = ask(name, [prompt])
+            used = {thread: round((s - before.get(thread, 0)) * 1e3, 2) for thread, s in cpu_by_thread().items()}
         show(name, begun, ended)
-        print("processor ms by thread:", {name: ms for name, ms in used.items() if ms >= 0.1})
+        print("processor ms by thread:", {thread: ms for thread, ms in used.items() if ms >= 0.1})
     if "fs" in mode:
         for prompt in prompts:
             llm.reset_prefix_cache(reset_connector=True)
-            SPANS.clear()
             time.sleep(0.5)
-            begun, ended = ask(prompt)
-            print(json.dumps({"scene": "from the store", "ms": round((ended - begun) * 1e3, 2)}))
+            begun, ended = ask("from the store", [prompt])
         show("from the store", begun, ended)
-    half = tokens // 2
-    burst = [[(104_729 * (n + 1) + 17 * i) % 120_000 + 10 for i in range(half)] for n in range(24)]
-    ask(burst)
+    ask(f"{at_once}, computed", burst)
     time.sleep(4)
     for name, forget in (("GPU hit", False), ("from the primary", True)):
         for _ in range(3):
             if forget:
                 llm.reset_prefix_cache()
-            SPANS.clear()
-            begun, ended = ask(burst)
-            print(json.dumps({"scene": f"burst of 24 x {half}, {name}", "ms": round((ended - begun) * 1e3, 2)}))
+            begun, ended = ask(f"{at_once}, {name}", burst)
         show(f"burst, {name}", begun, ended, least=0.004)
 
 
