@@ -5,11 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.boundary import BoundarySearch
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.types import PromptGroup, RequestContext
 
-from .harness import HIT, MISS, PENDING, RETRY, Bench, chain
+from .harness import HIT, MISS, PENDING, RETRY, ROW_BYTES, Bench, chain
 
 WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0)
 KEYS = chain("k", 8)
@@ -213,9 +214,9 @@ def test_several_full_attention_groups_of_a_long_prefix_are_one_question_and_one
     assert len(bench.tier["a"].loads) == 1
 
 
-def windowed(windows=(0, 4, 2), chunks=12, rows=256, hold=False, **more):
+def windowed(windows=(0, 4, 2), chunks=12, rows=256, hold=False, job_bytes=1 << 20, **more):
     """A bench of full attention and windows of some chunks, and a prompt's keys by group."""
-    options = TieringOptions(lookup_wait=0.02, load_wait=5.0, one_tier=1.0, all_tiers=1.0)
+    options = TieringOptions(lookup_wait=0.02, load_wait=5.0, one_tier=1.0, all_tiers=1.0, job_bytes=job_bytes)
     bench = Bench(rows=rows, tokens_per_chunk=(16,) * len(windows), windows=windows, options=options, hold=hold, **more)
     return bench, [chain("p", chunks, group) for group in range(len(windows))]
 
@@ -526,6 +527,62 @@ def telling(bench, name="a"):
     tier = bench.tier[name]
     tier.lacks_all = lambda keys: not any(tier.has(keys))
     return tier
+
+
+def looks_for(ctx, monkeypatch):
+    """Return a list that gets an entry each time that this request's boundary is looked for."""
+    looks, find = [], BoundarySearch.find
+
+    def noted(search, look):
+        looks.extend([look.end] * (look.state.context is ctx))
+        find(search, look)
+
+    monkeypatch.setattr(BoundarySearch, "find", noted)
+    return looks
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 4, 2)])
+@pytest.mark.parametrize("found", [12, 8])
+def test_while_its_loads_land_a_request_keeps_its_plan_and_is_answered_as_one_that_comes_anew(
+    monkeypatch, windows, found
+):
+    """Also if the tier has a part of the prompt, as long as nobody has got more of it."""
+    bench, prompt = windowed(windows=windows, hold=True, job_bytes=2 * ROW_BYTES)
+    tier, ctx = telling(bench), bench.request()
+    looks = looks_for(ctx, monkeypatch)
+    tier.put([key for keys in prompt for key in keys[:found]])
+    assert bench.reach(prompt, ctx) == (0, found * 16, False)
+    bench.step()
+    looks.clear()
+    for job in list(tier.held):
+        tier.end(job)
+        bench.step()
+        answer = bench.reach(prompt, ctx)
+        assert answer == bench.reach(prompt, bench.request())
+    assert answer == (found * 16, 0, False)
+    assert not looks
+    tier.put([key for keys in prompt for key in keys])
+    assert bench.begin_store(chain("other", 1))
+    assert sum(bench.reach(prompt, ctx)[:2]) == 12 * 16
+
+
+def test_one_whose_first_chunks_were_loaded_goes_on_with_the_rest_of_its_plan(monkeypatch):
+    bench = Bench(rows=64, options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    looks = looks_for(ctx, monkeypatch)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step()
+    looks.clear()
+    assert bench.lookup(KEYS[3:], ctx, first=3) == (0, 5, False)
+    (job,) = bench.tier["a"].held
+    bench.tier["a"].end(job, landed=KEYS[:6])
+    bench.step()
+    assert not looks
+    bench.tier["a"].answer = MISS
+    assert bench.lookup(KEYS[5:], ctx, first=5) == (1, 0, False), "the others are lost"
+    assert bench.lookup(KEYS[4:], ctx, first=4) == (2, 0, False), "it has lost one on the GPU"
+    assert bench.lookup(KEYS[6:], ctx, first=6) == (0, 0, False)
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 1), (0, 4, 2)])

@@ -98,8 +98,9 @@ class BoundarySearch:
 
     def none_has(self, keys: Sequence[OffloadKey], state: RequestState) -> bool:
         """Return whether it is known of all these chunks that neither the primary nor a tier has them."""
-        return self._primary.lacks_all(keys) and all(
-            slot.lacks_all(keys) for slot in state.slots if not state.load_over and slot.available()
+        return not keys or (
+            self._primary.lacks_all(keys)
+            and all(slot.lacks_all(keys) for slot in state.slots if not state.load_over and slot.available())
         )
 
     def may_wait(self, state: RequestState, *, is_whole: bool) -> bool:

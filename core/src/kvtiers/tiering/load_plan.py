@@ -1,6 +1,6 @@
 """The plan of a request's loads: the chunks that a boundary needs, what each tier brings of them, and the last answer.
 
-A request keeps both between calls (``requests.py``), so that a call costs what is new since the one before.
+A request keeps it between calls (``requests.py``), so that the tiers are asked once, not in each step that it waits.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from kvtiers.api import OffloadKey
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import Reach
 
-__all__ = ["Answer", "Group", "Plan", "Share", "Span"]
+__all__ = ["NOTHING", "Group", "Plan", "Question", "Share", "Span"]
+
+NOTHING = Reach(0, 0, unresolved=False)
 
 
 class Span(NamedTuple):
@@ -22,6 +24,11 @@ class Span(NamedTuple):
     first: int
     tokens: int
     ahead: int
+
+    def behind(self, computed: int) -> "Span":
+        """Return those of them that are needed behind so many tokens."""
+        loaded = max(0, computed // self.tokens - self.first)
+        return self._replace(keys=self.keys[loaded:], first=self.first + loaded)
 
 
 class Group(NamedTuple):
@@ -44,6 +51,15 @@ class Group(NamedTuple):
         return Span(self.keys[first : -(-boundary // self.tokens) + self.ahead], first, self.tokens, self.ahead)
 
 
+class Question(NamedTuple):
+    """What a request asks: from which token to which, and by which last key of how many groups."""
+
+    computed: int
+    end: int
+    last: OffloadKey
+    groups: int
+
+
 class Share(NamedTuple):
     """What one tier is to bring of a plan. ``positions``: of each chunk's first token in the prompt."""
 
@@ -61,22 +77,43 @@ class Plan:
     """The loads up to a boundary, decided as a whole. ``shares``: what has no rows yet.
 
     ``is_whole``: of windows and states, a part of it is worth nothing. ``has_more``: a tier gave no answer about what
-    is behind the boundary. ``tokens``: those that are computed if nothing is loaded; ``total``: the chunks that were
-    not readable when it was made. ``is_begun``: a part of it has got rows in an earlier call.
+    is behind the boundary. ``missing``: the chunks that nobody had, for the lack of which no later boundary can be
+    used. ``tokens``: those that are computed if nothing is loaded; ``total``: the chunks that were not readable when it
+    was made. ``is_begun``: a part of it has got rows in an earlier call.
+
+    ``reach``: the last answer by it, which holds for the same question as long as one of these is true. In general: the
+    primary's ``changes`` are the same. Where nothing was found: neither the primary nor a tier has got one of
+    ``missing``. In line for rows: the tier ``line`` may not have them yet, to load its share is still sooner than
+    computing, and the last chunk of it has not come by another way.
     """
 
-    question: tuple[object, ...]
-    computed: int
+    question: Question
     boundary: int
     step: int
     spans: Sequence[Span]
     shares: dict[TierSlot, Share]
     is_whole: bool
     has_more: bool
+    missing: Sequence[OffloadKey]
     tokens: int = 0
     total: int = 0
     is_begun: bool = False
     run: Sequence[OffloadKey] = ()
+    reach: Reach = NOTHING
+    changes: int = 0
+    line: TierSlot | None = None
+
+    def serves(self, question: Question) -> bool:
+        """Return whether this is the question's plan. If the first chunks were loaded since, go on with the rest."""
+        loaded = question.computed - self.question.computed
+        if question[1:] != self.question[1:] or loaded < 0:
+            return False
+        if loaded:
+            if self.shares or question.computed >= self.boundary:
+                return False
+            self.question, self.changes = question, -1
+            self.spans = [span.behind(question.computed) for span in self.spans]
+        return True
 
     def in_prefix_order(self) -> Sequence[OffloadKey]:
         """Return all its chunks by where they end: eviction takes the last ones first, in all groups."""
@@ -90,22 +127,3 @@ class Plan:
                 ]
                 self.run = [key for _, key in sorted(placed, key=itemgetter(0))]
         return self.run
-
-
-class Answer(NamedTuple):
-    """The last answer to a request, which holds for the same ``question`` as long as one of these is true.
-
-    In general: the primary's ``changes`` are the same. Where nothing was found: no boundary could be used without the
-    chunks in ``missing``, and neither the primary nor a tier has got one of them. In line for rows: ``slot`` may not
-    have ``chunks`` rows yet, to load these, of ``total`` chunks for ``tokens`` tokens, is still sooner than computing,
-    and the last of them, which is ``missing``, has not come by another way.
-    """
-
-    question: tuple[object, ...]
-    reach: Reach
-    changes: int
-    missing: Sequence[OffloadKey] = ()
-    slot: TierSlot | None = None
-    chunks: int = 0
-    tokens: int = 0
-    total: int = 0

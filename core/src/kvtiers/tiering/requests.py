@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.engine_side import RequestTrace, TraceSide
-from kvtiers.tiering.load_plan import Answer, Plan
+from kvtiers.tiering.load_plan import Plan
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import TENANT_FIELD, RequestContext, Retention
 
@@ -62,10 +62,8 @@ class RequestState:
     """A prefix of its full attention was found, but no boundary."""
     given: list[OffloadKey] = field(default_factory=list)
     """The chunks that its last plan has given to the eviction policy as used."""
-    answer: Answer | None = None
-    """The last one, unless more may be found."""
     plan: Plan | None = None
-    """Of which some has no rows yet."""
+    """The last one, with the last answer, unless more may be found."""
     load_over: bool = False
     """It has waited for promotions as long as it may, or as it should."""
     is_overtaken: bool = False
@@ -115,7 +113,7 @@ class RequestState:
         self.load_over = self.was_beside = self.is_computed = False
         self.load_tokens = 0
         self.loading, self.landed = {}, {}
-        self.answer = self.plan = None
+        self.plan = None
         self.given = []
 
     def load_from(self, slot: TierSlot, chunks: int) -> None:
@@ -231,7 +229,7 @@ class RequestTable:
     def forget_answers(self) -> None:
         """Forget the last answers to waiting requests: the chunks that they call ready or pending are gone."""
         for state in self._open.values():
-            state.answer = state.plan = None
+            state.plan = None
             state.given = []
 
     def close_if_done(self, state: RequestState) -> None:

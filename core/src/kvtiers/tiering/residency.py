@@ -3,7 +3,8 @@
 When every tier has answered, the boundary is found (``boundary.py``), and its missing chunks, by tier, are one plan;
 with full attention alone, what is known so far is one, while a tier is silent. It is decided as a whole
 (``load_or_recompute.py``), waits in line for the rows that it needs, and then gets them; a long one in parts, so that
-no step is long, and each part if it is still sooner. The request keeps the plan meanwhile.
+no step is long, and each part if it is still sooner. The request keeps the plan until all of it has come, some of it
+is lost, or a later boundary may be had.
 
 ::
 
@@ -20,7 +21,7 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.boundary import BoundarySearch, Look
 from kvtiers.tiering.load_or_recompute import Waits
-from kvtiers.tiering.load_plan import Answer, Group, Plan, Share
+from kvtiers.tiering.load_plan import NOTHING, Group, Plan, Question, Share
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
@@ -33,7 +34,6 @@ _PENDING = LookupResult.HIT_PENDING
 _MOST_AT_ONCE = 448  # chunks that one call reserves, so that no step is long: some milliseconds
 # With other prompts to compute the next step may be a long one, and what is reserved only then comes a step later.
 _MOST_BESIDE_PROMPTS = 1536
-_NOTHING = Reach(0, 0, unresolved=False)
 
 
 class Residency:
@@ -69,13 +69,15 @@ class Residency:
             self._waits.taken_up(state)
             if state.prompt_tokens:
                 self._waits.computes(state, state.prompt_tokens - computed)
-            return _NOTHING
-        question = computed, end, groups[0].keys[-(-end // groups[0].tokens) - 1], len(groups)
-        if (answer := state.answer) is not None and answer.question == question and self._stands(answer, state):
-            return answer.reach
-        plan = state.plan if state.plan is not None and state.plan.question == question else None
-        state.answer = state.plan = None
-        reach = None if plan is None or not self._goes_on(plan, state) else self._advance(plan, state)
+            return NOTHING
+        question = Question(computed, end, groups[0].keys[-(-end // groups[0].tokens) - 1], len(groups))
+        plan, state.plan = state.plan, None
+        reach = None
+        if plan is not None and plan.serves(question):
+            if self._stands(plan, state):
+                state.plan = plan
+                return plan.reach
+            reach = self._advance(plan, state) if self._goes_on(plan, state) else None
         if reach is None:
             full = [group for group in groups if not group.window]
             windows = [group for group in groups if group.window]
@@ -86,7 +88,7 @@ class Residency:
             while reach is None:
                 self._search.find(look)
                 reach = self._decided(look, question)
-        if not (state.answer is not None and state.answer.slot is not None):
+        if state.plan is None or state.plan.line is None:
             if not state.is_taken_up and (reach.pending or not reach.unresolved):
                 self._waits.taken_up(state)
             if reach.ready < end - computed and not (state.is_computed or reach.waits):
@@ -107,42 +109,46 @@ class Residency:
 
     def _groups(self, prompt: Sequence[PromptGroup]) -> list[Group]:
         """Return a prompt's groups with their tokens; none if one is empty, or there is no such group."""
-        if not all(group.keys for group in prompt):
-            return []
         tokens = self._tokens_per_chunk
-        if all(group_of(group.keys[0]) < len(tokens) for group in prompt):
+        try:
             return [Group(*group, tokens[group_of(group.keys[0])]) for group in prompt]
-        self._metrics.misuse += 1
-        return []
+        except IndexError:
+            self._metrics.misuse += all(group.keys for group in prompt)
+            return []
 
     def _count(self, look: Look) -> None:
         chunks = sum(len(span.keys) for span in look.spans(look.end))
         self._metrics.lookups += max(0, chunks - look.state.counted)
         look.state.counted = max(chunks, look.state.counted)
 
-    def _stands(self, answer: Answer, state: RequestState) -> bool:
+    def _stands(self, plan: Plan, state: RequestState) -> bool:
         """Return whether the last answer to a request that waits still holds; it takes one comparison, or a few.
 
         So a step without a change costs next to nothing, however many requests wait and however long their prompts.
         """
-        slot = answer.slot
-        if slot is None:
-            if not answer.reach.tokens:
-                return self._search.none_has(answer.missing, state)
-            waits = answer.reach.pending > 0
-            return answer.changes == self._primary.changes and not (waits and self._waits.load_over(state, 0))
+        if (slot := plan.line) is not None:
+            return self._stays_in_line(plan, slot, state)
+        if plan.shares:
+            return False
+        if not plan.reach.tokens:
+            return self._search.none_has(plan.missing, state)
+        return plan.changes == self._primary.changes and not (plan.reach.pending and self._waits.load_over(state, 0))
+
+    def _stays_in_line(self, plan: Plan, slot: TierSlot, state: RequestState) -> bool:
+        """Return whether a plan waits on for this tier's rows: loading it is still sooner, and it has not all come."""
+        keys, wanted = plan.shares[slot].keys, self._wanted(plan.shares[slot])
         return (
             slot.available()
-            and self._primary.lacks_all(answer.missing)
+            and self._primary.lacks_all(keys[-1:])
             and slot.metrics.loading_chunks > 0
-            and self._budget.room(slot) < answer.chunks
-            and not (self._waits.load_over(state, 0) if answer.reach.pending else self._waits.line_over(state, 0))
-            and self._waits.is_sooner(slot, answer.chunks, answer.tokens, answer.total, state)
+            and self._budget.room(slot) < wanted
+            and not (self._waits.load_over if plan.reach.pending else self._waits.line_over)(state, 0)
+            and self._waits.is_sooner(slot, wanted, plan.tokens, plan.total, state)
         )
 
     # -- the decision
 
-    def _decided(self, look: Look, question: tuple[object, ...]) -> Reach | None:
+    def _decided(self, look: Look, question: Question) -> Reach | None:
         """Return what follows for the request; None: something was struck out for it, look again."""
         state, is_whole = look.state, look.is_whole
         if look.silent and self._waits.lookup_over(state, look.silent):
@@ -152,7 +158,7 @@ class Residency:
             state.given_up.add(look.unknown)
             return None
         spans, more = look.spans(), bool(look.silent)
-        plan = Plan(question, look.computed, look.boundary, look.step, spans, look.shares, is_whole, more)
+        plan = Plan(question, look.boundary, look.step, spans, look.shares, is_whole, more, look.missing)
         if look.silent and is_whole:
             return Reach(*self._standing(plan), unresolved=True)
         if look.boundary <= look.computed:
@@ -174,11 +180,13 @@ class Residency:
             state.lacks_boundary = True
         reach = Reach(0, 0, unresolved=plan.has_more)
         if not plan.has_more:
-            state.answer = Answer(plan.question, reach, self._primary.changes, look.missing)
+            self._keep(plan, reach, state)
         return reach
 
     def _goes_on(self, plan: Plan, state: RequestState) -> bool:
-        """Return whether the rest of a plan may be reserved as it was decided, without another look."""
+        """Return whether a plan stays as it was decided, without another look."""
+        if not plan.shares:
+            return not state.load_over and self._search.none_has(plan.missing, state)
         may_wait = self._search.may_wait(state, is_whole=plan.is_whole)
         are_open = all(slot.available() and (may_wait or self._budget.room(slot)) for slot in plan.shares)
         return are_open and not state.load_over and not self._too_slow(plan, state)
@@ -216,22 +224,25 @@ class Residency:
         Or some of a plan that is not new has left the primary since it was made.
         """
         ready, pending = self._standing(plan)
-        if not (is_new or plan.shares) and ready + pending < plan.boundary - plan.computed:
+        if not (is_new or plan.shares) and ready + pending < plan.boundary - plan.question.computed:
             return None
         if pending:
-            if self._waits.load_over(state, plan.tokens or self._waited_for(plan)[0]):
+            plan.tokens = plan.tokens or self._waited_for(plan)[0]
+            if self._waits.load_over(state, plan.tokens):
                 self._give_up(plan, state)
                 return None
             for span in plan.spans:
                 self._promotions.share(span.keys, state)
-        if plan.shares:
-            state.plan = plan
         first = min((span.keys[0] for span in plan.spans), key=group_of)
         begins = self._primary.ready_run([first]) > 0
         reach = Reach(ready, pending, plan.has_more or bool(plan.shares), begins)
-        if reach.tokens and not reach.unresolved:
-            state.answer = Answer(plan.question, reach, self._primary.changes)
+        if plan.shares or (reach.tokens and not plan.has_more):
+            self._keep(plan, reach, state)
         return reach
+
+    def _keep(self, plan: Plan, reach: Reach, state: RequestState, line: TierSlot | None = None) -> None:
+        """Keep a plan, with the answer by it."""
+        state.plan, plan.reach, plan.changes, plan.line = plan, reach, self._primary.changes, line
 
     def _standing(self, plan: Plan) -> tuple[int, int]:
         """Return how many tokens up to the boundary are ready in the primary, and how many are pending there."""
@@ -241,14 +252,14 @@ class Residency:
             if length < len(keys):
                 reach = min(reach, (first + length - ahead) * tokens // plan.step * plan.step)
             pending = max(pending, waits * tokens)
-        total = max(0, reach - plan.computed)
+        total = max(0, reach - plan.question.computed)
         pending = min(pending, total)
         return total - pending, pending
 
     def _waited_for(self, plan: Plan) -> tuple[int, int]:
         """Return the tokens that are computed if nothing is waited for, and the chunks that are not readable yet."""
         missing = [(self._primary.not_ready(span.keys), span.tokens) for span in plan.spans]
-        whole = plan.boundary - plan.computed
+        whole = plan.boundary - plan.question.computed
         tokens = whole if plan.is_whole else max(chunks * size for chunks, size in missing)
         return tokens, sum(chunks for chunks, _ in missing)
 
@@ -310,10 +321,7 @@ class Residency:
                 self._give_up(plan, state)
             return None
         reach = Reach(ready, pending, unresolved=True)
-        share, total = plan.shares[slot], plan.total
-        last, wanted = share.keys[-1:], self._wanted(share)
-        state.plan = plan
-        state.answer = Answer(plan.question, reach, self._primary.changes, last, slot, wanted, plan.tokens, total)
+        self._keep(plan, reach, state, slot)
         return reach
 
     @staticmethod
