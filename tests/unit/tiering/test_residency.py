@@ -471,6 +471,27 @@ def test_an_engine_that_looks_again_in_a_step_sees_what_has_come_since():
     assert bench.lookup(KEYS, ctx) == (2, 0, False)
 
 
+def test_an_engine_that_has_nothing_else_to_do_hurries_for_a_tiers_answer_alone():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
+    bench = Bench(rows=64, options=options, hold=True)
+    tier, asked = bench.tier["a"], ahead(bench)
+    first, second = chain("first", 16), chain("second", 16)
+    tier.put(first + second)
+    ctx, other = bench.request(), bench.request()
+    tier.answer = RETRY
+    assert bench.lookup(first, ctx) == (0, 0, True)
+    assert bench.manager.hurry(ctx)
+    assert asked == [[]], "what was asked is sent"
+    tier.answer = None
+    assert bench.lookup(first, ctx) == (0, 16, False)
+    assert bench.lookup(second, other) == (0, 0, True)
+    assert not bench.manager.hurry(other), "it is in line for rows"
+    tier.end_all()
+    bench.manager.shutdown(0.0)
+    assert not bench.manager.hurry(ctx)
+    assert asked == [[]]
+
+
 LONG = TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8)
 
 

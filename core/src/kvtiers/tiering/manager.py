@@ -296,6 +296,20 @@ class TieringManager:
                 slot.announce(keys)
 
     @_timed
+    def hurry(self, ctx: RequestContext) -> bool:
+        """Send at once what is asked for a request, and poll the tiers with the next call; False: it awaits no answer.
+
+        For a request that is ``unresolved``, in an engine that has nothing else to do. It may wait for rows instead.
+        """
+        state = None if self._closed else self._requests.get(ctx)
+        if state is None or state.plan is not None:
+            return False
+        for slot in self._slots:
+            slot.announce(())
+        self.look_again()
+        return True
+
+    @_timed
     def keep(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> None:
         """Name a prompt's chunks, of one KV group, whose request has hints to keep them (``Retention``).
 

@@ -79,6 +79,9 @@ class RequestKeys:
         )
         self._own: dict[bytes, OffloadKey] = {}
         self._prefixes: dict[int, list[OffloadKey]] = {number: [] for number in groups}
+        self._asked = [
+            PromptGroup(self._prefixes[number], group.window, group.ahead) for number, group in groups.items()
+        ]
         self._shown: dict[int, list[bytes]] = {number: [] for number in self._prefixes}
         """vLLM's keys of the same chunks."""
         self._places: dict[bytes, int] = {}
@@ -138,9 +141,7 @@ class RequestKeys:
         self.still_hold()
         for number in self._groups:
             self._follow(number)
-        return [
-            PromptGroup(self._prefixes[number], group.window, group.ahead) for number, group in self._groups.items()
-        ]
+        return self._asked
 
     def needed(self, computed: int, end: int) -> list[bytes]:
         """Return vLLM's keys of the chunks that a load of the tokens from ``computed`` to ``end`` needs."""

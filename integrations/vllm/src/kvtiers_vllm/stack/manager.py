@@ -181,14 +181,14 @@ class KvtiersManager(OffloadingManager):
             return False
         groups = keys.groups()
         reach = self._ask(groups, request, computed, end)
-        needed = keys.needed(computed, computed + reach.tokens)
-        if self._describer is not None and reach.pending and request.described < computed + reach.tokens:
-            request.described = computed + reach.tokens
-            self._describe(request, keys, needed)
+        load = computed, computed + reach.tokens
+        if self._describer is not None and reach.pending and request.described < load[1]:
+            request.described = load[1]
+            self._describe(request, keys, keys.needed(*load))
         if reach.unresolved or (reach.pending and not self.pipelined.can_begin(reach)):
             return True
-        self._answers = set(needed)
-        request.load = computed, computed + reach.tokens
+        self._answers = set(keys.needed(*load))
+        request.load = load
         return False
 
     @never_raises(lambda: LookupResult.MISS)
@@ -214,17 +214,13 @@ class KvtiersManager(OffloadingManager):
 
     def _ask(self, groups: Sequence[PromptGroup], request: OpenRequest, computed: int, end: int) -> Reach:
         """Ask how much can be loaded; where nothing can be computed meanwhile, wait a moment for the tiers' answers."""
-        with self._manager.lock:
-            reach = self._manager.reach(groups, request.context, computed, end)
-        while reach.unresolved and not reach.pending and self._began_idle:
+        while True:
             with self._manager.lock:
-                self._manager.announce(groups)
-            if not self._backoff.for_answer():
-                break
-            with self._manager.lock:
-                self._manager.look_again()
                 reach = self._manager.reach(groups, request.context, computed, end)
-        return reach
+                awaits = reach.unresolved and not reach.pending and self._began_idle
+                awaits = awaits and self._manager.hurry(request.context)
+            if not (awaits and self._backoff.for_answer()):
+                return reach
 
     @never_raises(lambda: None)
     def _announce(self, shown: Any) -> None:
