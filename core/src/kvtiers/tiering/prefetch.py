@@ -208,11 +208,10 @@ class Prefetches:
         self._provenance.forget(got.evicted)
         self._cascades.allocated(len(leased), got.evicted, clean_before)
         self._provenance.expect(slot, leased)
-        slot.metrics.loading_chunks += len(leased)
-        slot.reserved_chunks += len(leased)
         if one.bandwidth is not None:
             one.bandwidth.take(len(leased) * stride)
         state = RequestState(RequestContext(""), (), finished=True, is_prefetch=True)
+        state.load_from(slot, len(leased))
         flight = Flight(slot, self._budget.reserve(slot, len(leased)), state, leased)
         one.flights.append(flight)
 
