@@ -36,8 +36,8 @@ _INTERVALS = 2
 class Prompt:
     """One request's, in tokens, until it is preempted. ``state``: by which core decides. ``shown``: vLLM's request.
 
-    ``loading``: all that it has waited for; ``loaded``: since it was last begun. Then it had ``begun`` tokens, and those
-    behind ``before`` were computed.
+    ``loading``: all that it has waited for; ``loaded``: since it was last begun. It had ``begun`` tokens then, of which
+    those behind ``before`` were computed.
     ``decided_in``: which step. ``loads``: in flight; ``idle_since``: when the last one has ended, if there is none.
     ``asking_in``: in which step it last waited for an answer.
     ``trial``: how many chunks are loaded only to measure the tier; ``tried``: those of them that were asked for.
