@@ -492,6 +492,64 @@ def test_an_engine_that_has_nothing_else_to_do_hurries_for_a_tiers_answer_alone(
     assert asked == [[]]
 
 
+@pytest.mark.parametrize("windows", [(0,), (0, 4, 2)])
+def test_a_request_waits_on_until_its_last_chunk_or_first_chunk_comes_whatever_else_does(windows):
+    bench, prompt = windowed(windows=windows, hold=True, job_bytes=2 * ROW_BYTES)
+    tier, ctx, manager = bench.tier["a"], bench.request(), bench.manager
+    tier.put([key for keys in prompt for key in keys])
+    assert manager.waits_on(ctx, 0, 192) is None, "it was not asked about"
+    assert bench.reach(prompt, ctx, end=192) == (0, 192, False)
+    assert manager.waits_on(ctx, 0, 192)[:3] == (0, 192, False)
+    assert (manager.waits_on(ctx, 16, 192), manager.waits_on(ctx, 0, 176)) == (None, None)
+    bench.step()
+    jobs, begun = list(tier.held), 0
+    for job in jobs:
+        tier.end(job)
+        bench.step()
+        waits = manager.waits_on(ctx, 0, 192)
+        begins = bench.primary.ready_run(prompt[0][:1])
+        assert (waits is None) == (begins != begun or job == jobs[-1])
+        if waits is None:
+            begun = begins
+            answer = bench.reach(prompt, ctx, end=192)
+    assert answer == (192, 0, False)
+    assert manager.waits_on(ctx, 0, 192) is None
+
+
+@pytest.mark.parametrize("why", ["time", "reset", "weights", "lost", "overdue"])
+def test_a_request_whose_wait_is_over_waits_on_no_longer(why):
+    bench = Bench(rows=64, options=TieringOptions(load_wait=0.1, job_bytes=2 * ROW_BYTES), hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert bench.manager.reach([PromptGroup(KEYS)], ctx, 0, 128).pending == 128
+    bench.step()
+    assert bench.manager.waits_on(ctx, 0, 128)
+    if why == "reset":
+        bench.manager.reset_cache()
+    elif why == "weights":
+        bench.manager.set_weights_version("new")
+    elif why == "lost":
+        bench.tier["a"].end(list(bench.tier["a"].held)[1], landed=[])
+    bench.step({"time": 0.1, "overdue": bench.slots[0].options.deadline + 1}.get(why, 0.0))
+    assert bench.manager.waits_on(ctx, 0, 128) is None
+
+
+def test_a_request_in_line_for_rows_waits_on_until_it_may_have_them():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
+    bench = Bench(rows=64, options=options, hold=True)
+    first, second = chain("first", 16), chain("second", 16)
+    bench.tier["a"].put(first + second)
+    bench.lookup(first, bench.request())
+    ctx = bench.request()
+    assert bench.manager.reach([PromptGroup(second)], ctx, 0, 256).unresolved
+    bench.step()
+    assert bench.manager.waits_on(ctx, 0, 256)[:3] == (0, 0, True)
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.manager.waits_on(ctx, 0, 256) is None
+    assert bench.lookup(second, ctx) == (0, 16, False)
+
+
 LONG = TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8)
 
 
@@ -603,6 +661,7 @@ def test_one_whose_first_chunks_were_loaded_goes_on_with_the_rest_of_its_plan(mo
     bench.tier["a"].answer = MISS
     assert bench.lookup(KEYS[5:], ctx, first=5) == (1, 0, False), "the others are lost"
     assert bench.lookup(KEYS[4:], ctx, first=4) == (2, 0, False), "it has lost one on the GPU"
+    assert bench.lookup(KEYS[4:], ctx) == (2, 0, False), "another prompt, which ends as the one before"
     assert bench.lookup(KEYS[6:], ctx, first=6) == (0, 0, False)
 
 

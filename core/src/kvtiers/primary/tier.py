@@ -260,6 +260,11 @@ class CPUPrimaryTier:
                 return number
         return len(keys)
 
+    def last_pending(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the last of these chunks that is not readable yet; nothing if none is here and is not."""
+        row_of, state = self._row_of, self._rows.state
+        return next(([key] for key in reversed(keys) if (row := row_of.get(key)) is not None and state[row] < 0), [])
+
     def to_offer(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those of these chunks that this engine is to offer to tiers: readable ones in rows of its own."""
         row_of, rows = self._row_of, self._rows

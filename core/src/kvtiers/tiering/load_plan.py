@@ -52,9 +52,13 @@ class Group(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a request asks: from which token to which, and by which last key of how many groups."""
+    """What a request asks: from which token to which, and by which last key of how many groups.
+
+    ``until``: as the engine says, ``end``: as far as there are keys.
+    """
 
     computed: int
+    until: int | None
     end: int
     last: OffloadKey
     groups: int
@@ -84,7 +88,8 @@ class Plan:
     ``reach``: the last answer by it, which holds for the same question as long as one of these is true. In general: the
     primary's ``changes`` are the same. Where nothing was found: neither the primary nor a tier has got one of
     ``missing``. In line for rows: the tier ``line`` may not have them yet, to load its share is still sooner than
-    computing, and the last chunk of it has not come by another way.
+    computing, and the last chunk of it has not come by another way. ``awaited``: as long as these are on their way the
+    request waits on, however many others have come.
     """
 
     question: Question
@@ -102,6 +107,7 @@ class Plan:
     reach: Reach = NOTHING
     changes: int = 0
     line: TierSlot | None = None
+    awaited: Sequence[OffloadKey] = ()
 
     def serves(self, question: Question) -> bool:
         """Return whether this is the question's plan. If the first chunks were loaded since, go on with the rest."""

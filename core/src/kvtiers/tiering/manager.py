@@ -285,6 +285,16 @@ class TieringManager:
         return reach
 
     @_timed
+    def waits_on(self, ctx: RequestContext, computed: int, end: int) -> Reach | None:
+        """Return the last answer of ``reach`` if the request waits on for loads or for rows; None: ask ``reach``.
+
+        For ``computed`` and ``end`` as they were then. Some microseconds for any prompt: how much of what was pending
+        has come meanwhile is not looked for, but for the first chunk, with which a load may begin, and the last one.
+        """
+        state = self._requests.get(ctx) if self._begin() else None
+        return None if state is None else self._residency.waits_on(state, computed, end)
+
+    @_timed
     def announce(self, groups: Sequence[PromptGroup]) -> None:
         """Ask the tiers at once about a prompt whose ``reach`` will be asked for soon; between any two other calls."""
         if self._ready and not self._closed:

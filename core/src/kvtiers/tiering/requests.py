@@ -124,6 +124,8 @@ class RequestState:
 
     def lose(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
         """Record that loading these chunks from this tier failed."""
+        if self.plan is not None:
+            self.plan.awaited = ()
         lost, bit = self.lost, 1 << slot.index
         for key in keys:
             lost[key] = lost.get(key, 0) | bit

@@ -64,13 +64,13 @@ class Residency:
         """Return how much of a prompt behind its first ``computed`` tokens can be loaded, no further than ``end``."""
         groups = self._groups(prompt)
         known = _known_tokens(groups) if groups else 0
-        end = known if end is None else min(end, known)
+        until, end = end, known if end is None else min(end, known)
         if not groups or end <= computed:
             self._waits.taken_up(state)
             if state.prompt_tokens:
                 self._waits.computes(state, state.prompt_tokens - computed)
             return NOTHING
-        question = Question(computed, end, groups[0].keys[-(-end // groups[0].tokens) - 1], len(groups))
+        question = Question(computed, until, end, groups[0].keys[-(-end // groups[0].tokens) - 1], len(groups))
         plan, state.plan = state.plan, None
         reach = None
         if plan is not None and plan.serves(question):
@@ -94,6 +94,19 @@ class Residency:
             if reach.ready < end - computed and not (state.is_computed or reach.waits):
                 self._waits.computes(state, end - computed - reach.ready)
         return reach
+
+    def waits_on(self, state: RequestState, computed: int, end: int) -> Reach | None:
+        """Return the last answer if the request waits on, for loads or in line for rows; None: ask ``reach``.
+
+        It takes no longer for a long prompt. The answer may be older in how much of what is pending has come.
+        """
+        plan = state.plan
+        if plan is None or plan.question[:2] != (computed, end):
+            return None
+        if plan.line is not None:
+            return plan.reach if self._stays_in_line(plan, plan.line, state) else None
+        are_coming = set(self._primary.find(plan.awaited)) == {_PENDING}
+        return plan.reach if are_coming and not self._waits.load_over(state, 0) else None
 
     def question(self, prompt: Sequence[PromptGroup]) -> Sequence[OffloadKey]:
         """Return the chunks that the primary lacks of those that a whole prompt needs: what a tier is asked first."""
@@ -235,10 +248,19 @@ class Residency:
                 self._promotions.share(span.keys, state)
         first = min((span.keys[0] for span in plan.spans), key=group_of)
         begins = self._primary.ready_run([first]) > 0
+        is_complete = ready + pending == plan.boundary - plan.question.computed
+        plan.awaited = self._awaited(plan, first) if pending and is_complete else ()
         reach = Reach(ready, pending, plan.has_more or bool(plan.shares), begins)
         if plan.shares or (reach.tokens and not plan.has_more):
             self._keep(plan, reach, state)
         return reach
+
+    def _awaited(self, plan: Plan, first: OffloadKey) -> list[OffloadKey]:
+        """Return the last chunk of a plan that is on its way, and the first one if it is, too."""
+        for span in plan.spans:  # full attention first, which comes last
+            if last := self._primary.last_pending(span.keys):
+                return last + self._primary.last_pending([first])
+        return []
 
     def _keep(self, plan: Plan, reach: Reach, state: RequestState, line: TierSlot | None = None) -> None:
         """Keep a plan, with the answer by it."""

@@ -22,6 +22,7 @@ class Manager:
         self.here, self.come, self.unresolved = 0, 0, False
         self.pinned, self.asked = [], []
         self.late = 0
+        self.waiting = {}
 
     def ready_of(self, keys):
         return max(0, min(len(keys), self.here - KEYS.index(keys[0]))) if keys else 0
@@ -31,6 +32,9 @@ class Manager:
         self.asked.append(list(keys))
         ready = self.ready_of(keys) * 16
         return Reach(ready, min(self.come * 16, len(keys) * 16 - ready), self.unresolved)
+
+    def waits_on(self, _context, computed, end):
+        return self.waiting.get((computed, end))
 
     def load_was_late(self):
         self.late += 1
@@ -88,6 +92,26 @@ def test_rows_follow_as_they_become_ready(made):
     assert not loads.are_open()
     assert manager.pinned == KEYS
     assert manager.asked[-1] == KEYS[3:], "chunks that were sent are asked for no more"
+
+
+def test_a_load_that_waits_on_sends_what_has_come_and_is_not_asked_about(made):
+    manager, loads = made.manager, made.loads
+    manager.here, manager.come = 2, 4
+    begin(loads)
+    manager.waiting[160, 256] = Reach(32, 64, False, begins=True)
+    manager.here = 3
+    assert sent(loads) == [(1, [2], False)]
+    assert sent(loads) == []
+    assert not manager.asked
+    manager.waiting.clear()
+    manager.here, manager.come = 5, 1
+    assert sent(loads) == [(1, [3, 4], False)]
+    manager.waiting[208, 256] = Reach(32, 16, False, begins=True)
+    assert sent(loads) == []
+    assert manager.asked == [KEYS[3:]]
+    manager.waiting.clear()
+    manager.here, manager.come = 6, 0
+    assert sent(loads) == [(1, [5], True)]
 
 
 def test_nothing_begins_before_the_first_row_is_there_and_only_so_many_at_a_time(made):

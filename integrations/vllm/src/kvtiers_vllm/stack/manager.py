@@ -179,8 +179,11 @@ class KvtiersManager(OffloadingManager):
             with self._manager.lock:
                 self._manager.reach((), request.context, computed)
             return False
-        groups = keys.groups()
-        reach = self._ask(groups, request, computed, end)
+        with self._manager.lock:
+            reach = self._manager.waits_on(request.context, computed, end)
+        if reach is not None and not self.pipelined.can_begin(reach):
+            return True
+        reach = self._ask(keys.groups(), request, computed, end)
         load = computed, computed + reach.tokens
         if self._describer is not None and reach.pending and request.described < load[1]:
             request.described = load[1]

@@ -54,12 +54,16 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load of a prompt's tokens from ``computed`` to ``end``. ``runs``: its chunks by KV group."""
+    """A load of a prompt's tokens from ``computed`` to ``end``. ``runs``: its chunks by KV group.
+
+    ``asked``: from which token on it was last asked how much has come.
+    """
 
     load_id: int
     request: OpenRequest
     computed: int
     end: int
+    asked: int
     runs: list[_Run] = field(default_factory=list)
 
     def missing(self) -> int:
@@ -99,7 +103,7 @@ class PipelinedLoads:
         """Begin to load these chunks, by KV group, for these tokens of the prompt; None: it cannot be."""
         if len(self._open) >= _MOST:
             return None
-        load = _Load(next(self._ids), request, computed, end, list(map(_Run, runs)))
+        load = _Load(next(self._ids), request, computed, end, computed, list(map(_Run, runs)))
         rows = self._next_rows(load)
         if rows is not None:
             self._open[request] = load
@@ -133,12 +137,15 @@ class PipelinedLoads:
         if request.keys is not None and not request.load_failed:
             begin = self._begin_of(load)
             with self._manager.lock:
-                reach = self._manager.reach(request.keys.groups(), request.context, begin, load.end)
-            end = begin + reach.tokens
-            if not self._is_whole:
+                waits = self._manager.waits_on(request.context, load.asked, load.end)
+                reach = waits or self._manager.reach(request.keys.groups(), request.context, begin, load.end)
+            if waits:
+                rows, more = self._next_rows(load), True
+            elif not self._is_whole:
+                load.asked = begin
                 rows = self._next_rows(load) if reach.ready else None
-                more = reach.unresolved or end > self._begin_of(load)
-            elif reach.unresolved or end >= load.end:
+                more = reach.unresolved or begin + reach.tokens > self._begin_of(load)
+            elif reach.unresolved or begin + reach.tokens >= load.end:
                 rows, more = self._next_rows(load), reach.waits
         is_last = not more or not load.missing()
         if rows is not None or is_last:
