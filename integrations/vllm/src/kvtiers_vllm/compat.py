@@ -59,6 +59,7 @@ CONNECTOR = {
     "build_connector_worker_meta": ("self",),
     "get_transfer_results": ("self", "finished_req_ids"),
     "get_block_ids_with_load_errors": ("self",),
+    "reset_cache": ("self",),
     "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
 }
 """The same of ``OffloadingConnector``, whose methods ``KvtiersConnector`` extends."""

@@ -98,6 +98,23 @@ def test_a_shared_prefix_is_found_at_the_checkpoint_where_another_prompt_left_it
     second.shutdown()
 
 
+def test_no_window_is_stored_once_its_blocks_are_those_of_another_request(start, tmp_path):
+    """After a reset vLLM has requests that run offer their whole prompt again, with blocks that they had before."""
+    model = make_window_model(tmp_path / "tiny", seed=0, window=96, layers=["sliding"] * 3 + ["full"])
+    few = {"num_gpu_blocks_override": 118, "max_model_len": 832}
+    prompt, other = make_prompt(1, 340), make_prompt(2, 700)
+    plain = start(model, **few)
+    ((right,), _) = plain.generate(prompt, tokens=100)
+    plain.shutdown()
+    engine = start(model, whole_stack(fs(tmp_path / "store")), **few)
+    answer = engine.do("generate_with_reset", prompt=prompt, other=other, max_tokens=100, after=60)
+    assert answer == {"tokens": right}
+    engine.settle()
+    assert engine.do("reset_prefix_cache")["ok"]
+    assert engine.generate(prompt)[0] == [right[:8]]
+    engine.shutdown()
+
+
 @pytest.mark.parametrize(
     ("interval", "found"), [(0, 0), (STATE_BLOCK, 2 * STATE_BLOCK), (2 * STATE_BLOCK, 2 * STATE_BLOCK)]
 )

@@ -111,6 +111,13 @@ class OffloadingConnector:
         self.calls.append("get_block_ids_with_load_errors")
         return set()
 
+    def reset_cache(self):
+        self.calls.append("reset_cache")
+        for status in getattr(self.connector_scheduler, "_req_status", {}).values():
+            for state in status.group_states:
+                state.next_stored_chunk_idx = 0
+        return True
+
 
 @dataclass
 class PrepareStoreOutput:

@@ -231,6 +231,29 @@ class Engine:
         finally:
             del core.get_output
 
+    def generate_with_reset(self, prompt: list[int], other: list[int], max_tokens: int, after: int) -> dict[str, Any]:
+        """Answer a prompt. After so many tokens, answer another one beside it, and have the connector forget it all."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        found: dict[str, list[int]] = {}
+
+        def add(name: str, prompt: list[int], tokens: int) -> None:
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+        def step_until(name: str, tokens: int) -> None:
+            while len(found.get(name, ())) < tokens:
+                found.update({output.request_id: list(output.outputs[0].token_ids) for output in engine.step()})
+
+        add("first", prompt, max_tokens)
+        step_until("first", after)
+        add("other", other, 1)
+        step_until("other", 1)
+        engine.engine_core.engine_core.scheduler.reset_connector_cache()
+        step_until("first", max_tokens)
+        return {"tokens": found["first"]}
+
     def reset_prefix_cache(self, connector: bool = False) -> dict[str, Any]:
         if connector:
             return {"ok": self._llm.reset_prefix_cache(reset_connector=True)}
