@@ -186,6 +186,20 @@ def test_a_chunk_that_two_requests_wait_for_is_brought_by_the_tier_once() -> Non
     assert set(shelf.loaded.values()) == {1}
 
 
+def test_while_a_tier_loads_for_a_request_its_prompt_is_not_gone_through_again(monkeypatch) -> None:
+    bench, shelf = with_four_chunks_in_a_tier()
+    request = bench.request("b", 5 * TOKENS, first_block=40)
+    assert bench.lookup(request) is None
+    asked = []
+    reach = bench.manager.reach
+    monkeypatch.setattr(bench.manager, "reach", lambda *args: asked.append(args) or reach(*args))
+    assert [bench.lookup(request) for _ in range(3)] == [None] * 3
+    assert not asked
+    shelf.land()
+    assert bench.load(request) == 4 * TOKENS
+    assert len(asked) == 1
+
+
 def test_a_preempted_requests_hit_is_released(bench) -> None:
     request = bench.request("b", 5 * TOKENS, first_block=20)
     assert bench.lookup(request) == 4 * TOKENS

@@ -130,6 +130,8 @@ class Loads:
 
     def _reach(self, request: EngineRequest, tracked: RequestState, start: int, end: int) -> Reach:
         """Return how much of the tokens from ``start`` to ``end`` is present in all groups."""
+        if (waits := self._manager.waits_on(request.context, start, end)) is not None:
+            return waits
         per_chunk = self._geometry.blocks_per_chunk
         groups = [
             PromptGroup(tracked.chunk_keys(request, group.index, per_chunk), group.reach or 0)
