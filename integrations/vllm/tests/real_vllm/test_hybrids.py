@@ -80,7 +80,7 @@ def test_layers_that_keep_a_state_in_the_place_of_kv_and_an_adapter_over_them(st
 def test_a_shared_prefix_is_found_at_the_checkpoint_where_another_prompt_left_it(start, tmp_path):
     """Of the windows a tier has those before a checkpoint and before a prompt's end alone."""
     model = make_window_model(tmp_path / "tiny", seed=0, window=96, layers=["sliding", "full"], positions=16_384)
-    config, long = whole_stack(fs(tmp_path / "store")), {"max_model_len": 16_384, "num_gpu_blocks_override": 1024}
+    config, long = whole_stack(fs(tmp_path / "store")), {"max_model_len": 16_384, "num_gpu_blocks_override": 2048}
     prompt = make_prompt(7, 9000)
     others = [prompt[:8300] + make_prompt(seed, 100) for seed in (8, 9)]
     plain = start(model, **long)
