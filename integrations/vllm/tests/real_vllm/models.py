@@ -90,7 +90,7 @@ def make_state_model(folder: Path, *, seed: int, experts: bool = True) -> Path:
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
         mlp_only_layers=[] if experts else [0, 1, 2, 3],
-        max_position_embeddings=4096,
+        max_position_embeddings=16_384,
         initializer_range=0.15,
     )
     torch.manual_seed(seed)

@@ -115,27 +115,29 @@ def test_no_window_is_stored_once_its_blocks_are_those_of_another_request(start,
     engine.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("interval", "found"), [(0, 0), (STATE_BLOCK, 2 * STATE_BLOCK), (2 * STATE_BLOCK, 2 * STATE_BLOCK)]
-)
-def test_a_state_within_a_prompt_is_stored_where_vllm_keeps_it(start, tmp_path, interval, found):
+@pytest.mark.parametrize(("interval", "part", "found"), [(0, 2, 0), (1, 2, 2), (2, 2, 2), (8, 8, 8)])
+def test_a_state_within_a_prompt_is_stored_where_vllm_keeps_it(start, tmp_path, interval, part, found):
     """By default vLLM keeps that of a prompt's end, which no other prompt shares, and shows a connector no other.
 
-    With one block as its interval it keeps those of the ends of all parts in which it computes a prompt.
+    With one block as its interval it keeps those of the ends of all parts in which it computes a prompt. In blocks; in
+    the last case there is one every 4,352 tokens.
     """
     model = make_state_model(tmp_path / "tiny", seed=0)
-    share = {"max_num_batched_tokens": 2 * STATE_BLOCK + 100, "prefix_cache_retention_interval": interval}
-    config, prompt = whole_stack(fs(tmp_path / "store")), make_prompt(5, 5 * STATE_BLOCK + 9)
-    other = prompt[: 3 * STATE_BLOCK + 9] + make_prompt(6, STATE_BLOCK)
-    first = start(model, config, **STATES, **share)
+    share = {
+        "max_num_batched_tokens": part * STATE_BLOCK + 100, "max_model_len": 16_384,
+        "prefix_cache_retention_interval": interval * STATE_BLOCK,
+    }  # fmt: skip
+    config, prompt = whole_stack(fs(tmp_path / "store")), make_prompt(5, (2 * part + 1) * STATE_BLOCK + 9)
+    other = prompt[: (part + 1) * STATE_BLOCK + 9] + make_prompt(6, STATE_BLOCK)
+    first = start(model, config, **(STATES | share))
     first.generate(prompt)
     first.settle()
     first.shutdown()
-    second = start(model, config, **STATES, **share)
+    second = start(model, config, **(STATES | share))
     tokens, cached = second.generate(other)
     second.shutdown()
-    plain = start(model, **STATES, **share)
-    assert (tokens, cached) == (plain.generate(other)[0], [found])
+    plain = start(model, **(STATES | share))
+    assert (tokens, cached) == (plain.generate(other)[0], [found * STATE_BLOCK])
     plain.shutdown()
 
 
