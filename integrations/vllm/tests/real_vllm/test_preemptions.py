@@ -5,7 +5,7 @@ import signal
 
 from .engines import BLOCK
 from .models import make_prompt
-from .ways import fs
+from .ways import fs, whole_stack
 
 PROMPTS = [make_prompt(seed, 10 * BLOCK + 5) for seed in (21, 22)]
 TOKENS = 200
@@ -27,4 +27,13 @@ def test_a_preempted_request_is_loaded_though_it_had_waited_too_long_before(star
     answer = engine.do("generate_while_stopped", host=host, prompts=PROMPTS, max_tokens=TOKENS)
     assert answer == {"tokens": right, "cached": [0, 0]}, "no answer came in time"
     assert engine.metrics().get("kvtiers_tier_loaded_chunks{fs}") == 10, "those of the one that was preempted"
+    engine.shutdown()
+
+
+def test_a_request_that_a_reset_preempts_is_loaded_in_the_next_step(start, model, tmp_path):
+    engine = start(model, whole_stack(fs(tmp_path / "store")), max_model_len=20 * BLOCK)
+    right, _ = engine.generate(*PROMPTS, tokens=8)
+    engine.settle()
+    assert engine.do("generate_with_preemption", prompts=PROMPTS, max_tokens=8)["tokens"] == right
+    assert engine.metrics()["vllm:num_preemptions"] == 2
     engine.shutdown()

@@ -91,6 +91,7 @@ class OffloadingConnector:
 
     def build_connector_meta(self, scheduler_output):
         self.calls.append("build_connector_meta")
+        self.preempted = getattr(scheduler_output, "preempted_req_ids", None)
         return OffloadingConnectorMetadata()
 
     def bind_connector_metadata(self, connector_metadata):
@@ -131,6 +132,7 @@ class OffloadingConnectorScheduler:
         self.manager = spec.get_manager()
         self.config = None
         self._req_status = {}
+        self._current_batch_load_jobs = {}
 
 
 class OffloadingConnectorWorker:

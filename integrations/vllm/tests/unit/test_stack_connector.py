@@ -70,6 +70,16 @@ def test_after_a_reset_requests_offer_full_attention_again_and_no_window_that_th
     assert connector.bugs.count == 0
 
 
+def test_vllm_does_not_flush_the_load_of_a_request_that_a_reset_has_preempted(module):
+    connector = module.KvtiersConnector(engine_config(kvtiers_config="tiers.yaml"), "role", "cache")
+    jobs = {7: SimpleNamespace(req_id="loaded")}
+    connector.connector_scheduler = SimpleNamespace(_current_batch_load_jobs=jobs)
+    step = SimpleNamespace(preempted_req_ids={"loaded", "b"})
+    connector.build_connector_meta(step)
+    assert connector.preempted == {"b"}
+    assert step.preempted_req_ids == {"loaded", "b"}, "its workers are told of both"
+
+
 def test_the_process_that_serves_figures_has_the_specs(module):
     metrics = module.KvtiersConnector.build_prom_metrics(engine_config(), {}, [], {})
     assert metrics.spec_name == "KvtiersOffloadingSpec"

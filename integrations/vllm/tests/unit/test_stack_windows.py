@@ -152,7 +152,11 @@ def test_what_a_tier_brings_while_a_step_is_computed_is_found_in_the_next_one(en
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
     connector.build_connector_meta(
         SimpleNamespace(
-            total_num_scheduled_tokens=0, num_scheduled_tokens={}, scheduled_new_reqs=[], scheduled_cached_reqs=cached
+            total_num_scheduled_tokens=0,
+            num_scheduled_tokens={},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            preempted_req_ids=None,
         )
     )
     played.tier.end_all()

@@ -9,6 +9,7 @@
                        the blocks that a pipelined load has ended without in its own way for blocks
 """
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,8 @@ class KvtiersConnector(OffloadingConnector):
         require_whole_stack(vllm_version)
         refuse_unwrapped()
         check(OffloadingConnector, CONNECTOR, vllm_version, sets=("connector_scheduler", "connector_worker"))
-        check(OffloadingConnectorScheduler, {}, vllm_version, sets=("manager", "config", "_req_status"))
+        own = ("manager", "config", "_req_status", "_current_batch_load_jobs")
+        check(OffloadingConnectorScheduler, {}, vllm_version, sets=own)
         check(OffloadingConnectorWorker, {}, vllm_version, sets=("worker",))
         _refuse_multi_connector()
         self.bugs = BugCount("kvtiers")
@@ -154,9 +156,22 @@ class KvtiersConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Record how much a step computes; one that computes nothing leaves the copies some time."""
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(self._without_reloaded(scheduler_output) or scheduler_output)
         self._step_begins(scheduler_output)
         return self._with_step(meta, scheduler_output) or meta
+
+    @never_raises(lambda: None)
+    def _without_reloaded(self, scheduler_output: Any) -> Any:
+        """Return a step without those of its preempted requests that are loaded in it; None: it has preempted none.
+
+        A reset has preempted them before the step. vLLM before 0.33 takes each job of theirs for a store, and fails.
+        """
+        if not scheduler_output.preempted_req_ids:
+            return None
+        loads = self.connector_scheduler._current_batch_load_jobs  # noqa: SLF001 -- vLLM shows it to no connector
+        step = copy.copy(scheduler_output)
+        step.preempted_req_ids = set(scheduler_output.preempted_req_ids) - {job.req_id for job in loads.values()}
+        return step
 
     @never_raises(lambda: None)
     def _with_step(self, meta: Any, scheduler_output: Any) -> StepMetadata:

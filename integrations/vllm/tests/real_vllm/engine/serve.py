@@ -254,6 +254,26 @@ class Engine:
         step_until("first", max_tokens)
         return {"tokens": found["first"]}
 
+    def generate_with_preemption(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Answer prompts, and have a reset preempt all requests that run once they have half of their tokens."""
+        core = self._llm.llm_engine.engine_core
+        due = [True]
+
+        def get_output() -> Any:
+            outputs = type(core).get_output(core)
+            requests = core.engine_core.scheduler.running
+            if due and len(requests) == len(prompts) and all(r.num_output_tokens >= max_tokens // 2 for r in requests):
+                due.clear()
+                core.engine_core.reset_prefix_cache(True)
+            return outputs
+
+        core.get_output = get_output
+        try:
+            return self.generate(prompts, max_tokens)
+        finally:
+            del core.get_output
+            assert not due
+
     def reset_prefix_cache(self, connector: bool = False) -> dict[str, Any]:
         if connector:
             return {"ok": self._llm.reset_prefix_cache(reset_connector=True)}
