@@ -41,7 +41,10 @@ __all__ = [
 ANSWER_SECONDS = 10.0
 """How long an engine's answer is waited for: a machine may be so busy, and engines are asked side by side."""
 _LONG_PARTS = ("commands", "what_if", "stats")  # of an answer, in the order in which they are left out
-_OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "rows", "free_rows", "pool")
+_OF_ENGINE = (
+    "steps", "engine_seconds", "lookups", "primary_hits", "late_loads", "unusable_prefixes", "rows", "free_rows",
+    "pool",
+)  # fmt: skip
 _ENDED = ("answers again", "works again", "takes values again", "fast enough again", "its loads succeed again")
 """How the lines begin in which the log says that a tier's trouble has ended."""
 _AS_THEY_ARE = (

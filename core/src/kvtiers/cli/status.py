@@ -74,6 +74,12 @@ def _print(answer: Mapping[str, Any]) -> None:
     if late := answer["figures"].get("late_loads"):
         loads = "load" if late == 1 else "loads"
         click.echo(f"  {late:,.0f} {loads} came late, computed: vLLM logs 'Recovered from KV load failure' for each")
+    if unusable := answer["figures"].get("unusable_prefixes"):
+        requests = "1 request" if unusable == 1 else f"{unusable:,.0f} requests"
+        click.echo(
+            f"  {requests} found a prefix without a checkpoint past the engine's own cache, and loaded none of it: in "
+            "vLLM see --prefix-cache-retention-interval"
+        )
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
     primary = [_primary_row(answer["figures"])] if answer["figures"] else []
     print_table(columns, [*primary, *(_row(name, tier) for name, tier in answer["tiers"].items())])

@@ -148,7 +148,7 @@ class EngineMetrics(_Metrics):
     """Fewer than those of the tiers together: several tiers may be late with one chunk."""
     recomputed_cheaper: int = _figure("Chunks recomputed because computing them was faster than loading them.")
     unusable_prefixes: int = _figure(
-        "Requests for which a prefix of full attention was found, without the windows or states of any boundary in it."
+        "Requests that found a prefix of full attention past the engine's own, without a checkpoint in what it adds."
     )
     stored_chunks: int = _figure("Chunks stored in the primary by the engine.")
     refused_stores: int = _figure("Chunks for which there was no room in the primary.")
