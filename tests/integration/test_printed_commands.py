@@ -69,8 +69,8 @@ RUN_TOO = (
 )
 """Lines with the options that only a sentence names."""
 OF_OTHERS = {
-    "vLLM": "--kv-cache-dtype --kv-events-config --kv-offloading-size --kv-transfer-config --log-level --max-log-len "
-    "--otlp-traces-endpoint --prefix-cache-retention-interval --shutdown-timeout --tensor-parallel-size",
+    "vLLM": "--block-size --kv-cache-dtype --kv-events-config --kv-offloading-size --kv-transfer-config --log-level "
+    "--max-log-len --otlp-traces-endpoint --prefix-cache-retention-interval --shutdown-timeout --tensor-parallel-size",
     "SGLang": "--dtype --enable-hierarchical-cache --hicache-mem-layout --hicache-ratio --hicache-storage-backend "
     "--hicache-storage-backend-extra-config --hicache-storage-prefetch-policy --hicache-write-policy --lora-paths "
     "--model-impl --page-size --quantization",
