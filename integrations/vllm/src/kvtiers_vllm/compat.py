@@ -9,6 +9,7 @@ EngineCore.collective_rpc              weights that change in place
 EngineCore.set_weight_version          the version of the weights from then on
 EngineCore.reset_prefix_cache          vLLM's own prefix cache holds no KV of other weights any more
 EngineCoreProc.run_busy_loop           the core, from its start: it can be woken for a command before its first request
+OffloadingConnectorScheduler           after a reset requests that run offer no window again (``reset_cache``)
 KVConnectorFactory.create_connector    the VllmConfig for tiers under vLLM's own tiering, which vLLM does not pass
 EngineArgs.create_engine_config        KVTIERS_CONFIG, and configs in the spelling before ``KvtiersConnector``
 Executor.__init__                      the primary's memory is populated while the model loads
@@ -33,7 +34,7 @@ from kvtiers_vllm.start_problems import logged_first
 
 __all__ = [
     "CONNECTOR", "CORE", "check", "follow_core", "note_unwrapped", "refuse_unwrapped", "wrap_core", "wrap_engine_args",
-    "wrap_executor", "wrap_factory",
+    "wrap_executor", "wrap_factory", "wrap_offloading",
 ]  # fmt: skip
 
 _MARK = "_kvtiers_wraps"
@@ -59,7 +60,6 @@ CONNECTOR = {
     "build_connector_worker_meta": ("self",),
     "get_transfer_results": ("self", "finished_req_ids"),
     "get_block_ids_with_load_errors": ("self",),
-    "reset_cache": ("self",),
     "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
 }
 """The same of ``OffloadingConnector``, whose methods ``KvtiersConnector`` extends."""
@@ -122,12 +122,30 @@ def wrap_core(core: type, version: str) -> None:
             _wrap(kind, _LOOP, _seen_first)
 
 
+def wrap_offloading(scheduler: Any, state: Any, version: str) -> None:
+    """Have requests that run offer no window again after a reset.
+
+    vLLM has them offer all that they have again. A block that a window has moved past may be another request's by then,
+    which it looks for only among those that were not offered yet. ``scheduler``: ``OffloadingConnectorScheduler``;
+    ``state``: what that keeps of a request's KV group.
+    """
+    check(scheduler, {"reset_cache": ("self",)}, version, sets=("config", "_req_status"))
+    if "next_stored_chunk_idx" not in state.__annotations__:
+        raise StartError(f"kvtiers does not work with vLLM {version}: {state.__name__} has no next_stored_chunk_idx")
+    _wrap(scheduler, "reset_cache", _reset_cache)
+
+
 def follow_core(engine: Engine, version: str) -> CoreLink:
     """Return the link to the core of an engine that is being built. StartError: its calls would go unseen."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+        RequestGroupState,
+    )
     from vllm.v1.engine.core import EngineCore
 
     refuse_unwrapped()
     wrap_core(EngineCore, version)
+    wrap_offloading(OffloadingConnectorScheduler, RequestGroupState, version)
     if engine.vllm_config is None:
         return CoreLink()
     key = id(engine.vllm_config)
@@ -266,6 +284,22 @@ def _reset_prefix_cache(reset: _Wrapper) -> _Wrapper:
         return done
 
     return reset_prefix_cache
+
+
+def _reset_cache(reset: _Wrapper) -> _Wrapper:
+    def reset_cache(self: Any) -> Any:
+        offered = [
+            (state, state.next_stored_chunk_idx)
+            for status in self._req_status.values()
+            for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True)
+            if group.sliding_window_size_in_chunks is not None
+        ]
+        done = reset(self)
+        for state, chunks in offered:
+            state.next_stored_chunk_idx = chunks
+        return done
+
+    return reset_cache
 
 
 _CORE_WRAPPERS = {

@@ -98,7 +98,7 @@ def test_a_shared_prefix_is_found_at_the_checkpoint_where_another_prompt_left_it
     second.shutdown()
 
 
-def test_no_window_is_stored_once_its_blocks_are_those_of_another_request(start, tmp_path):
+def test_no_window_is_stored_once_its_blocks_are_those_of_another_request(start, tmp_path, way):
     """After a reset vLLM has requests that run offer their whole prompt again, with blocks that they had before."""
     model = make_window_model(tmp_path / "tiny", seed=0, window=96, layers=["sliding"] * 3 + ["full"])
     few = {"num_gpu_blocks_override": 118, "max_model_len": 832}
@@ -106,7 +106,7 @@ def test_no_window_is_stored_once_its_blocks_are_those_of_another_request(start,
     plain = start(model, **few)
     ((right,), _) = plain.generate(prompt, tokens=100)
     plain.shutdown()
-    engine = start(model, whole_stack(fs(tmp_path / "store")), **few)
+    engine = start(model, way(fs(tmp_path / "store")), **few)
     answer = engine.do("generate_with_reset", prompt=prompt, other=other, max_tokens=100, after=60)
     assert answer == {"tokens": right}
     engine.settle()

@@ -112,13 +112,6 @@ class OffloadingConnector:
         self.calls.append("get_block_ids_with_load_errors")
         return set()
 
-    def reset_cache(self):
-        self.calls.append("reset_cache")
-        for status in getattr(self.connector_scheduler, "_req_status", {}).values():
-            for state in status.group_states:
-                state.next_stored_chunk_idx = 0
-        return True
-
 
 @dataclass
 class PrepareStoreOutput:
@@ -127,12 +120,22 @@ class PrepareStoreOutput:
     evicted_keys: list[bytes]
 
 
+@dataclass
+class RequestGroupState:
+    next_stored_chunk_idx: int = 0
+
+
 class OffloadingConnectorScheduler:
     def __init__(self, spec):
         self.manager = spec.get_manager()
         self.config = None
         self._req_status = {}
         self._current_batch_load_jobs = {}
+
+    def reset_cache(self):
+        for status in self._req_status.values():
+            for group_state in status.group_states:
+                group_state.next_stored_chunk_idx = 0
 
 
 class OffloadingConnectorWorker:
@@ -279,7 +282,10 @@ _MODULES: dict[str, dict[str, Any]] = {
         "OffloadingConnectorMetadata": OffloadingConnectorMetadata,
         "OffloadingWorkerMetadata": OffloadingWorkerMetadata,
     },
-    f"{_CONNECTORS}.offloading.scheduler": {"OffloadingConnectorScheduler": OffloadingConnectorScheduler},
+    f"{_CONNECTORS}.offloading.scheduler": {
+        "OffloadingConnectorScheduler": OffloadingConnectorScheduler,
+        "RequestGroupState": RequestGroupState,
+    },
     f"{_CONNECTORS}.offloading.worker": {"OffloadingConnectorWorker": OffloadingConnectorWorker},
     f"{_CONNECTORS}.offloading_connector": {"OffloadingConnector": OffloadingConnector},
     "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": KVConnectorFactory},

@@ -209,3 +209,28 @@ def test_a_release_that_starts_otherwise_is_refused_and_left_as_it_is(wrap, kind
     with pytest.raises(StartError, match=rf"{kind}\.{name} takes \(self, something\)"):
         wrap(other, "0.34.0")
     assert other().create_connector("x") == "x" if name == "create_connector" else other().create_engine_config("x")
+
+
+def test_after_a_reset_requests_offer_full_attention_again_and_no_window_that_they_have_offered(link):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+        RequestGroupState,
+    )
+
+    full, window = RequestGroupState(5), RequestGroupState(4)
+    scheduler = OffloadingConnectorScheduler(SimpleNamespace(get_manager=lambda: None))
+    groups = [SimpleNamespace(sliding_window_size_in_chunks=size) for size in (None, 2)]
+    scheduler.config = SimpleNamespace(kv_group_configs=groups)
+    scheduler._req_status["r"] = SimpleNamespace(group_states=[full, window])
+    scheduler.reset_cache()
+    assert (full.next_stored_chunk_idx, window.next_stored_chunk_idx) == (0, 4)
+
+
+def test_a_release_that_does_not_say_what_a_request_has_offered_is_refused(link):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+
+    class Other:
+        offered: int
+
+    with pytest.raises(StartError, match=r"vLLM 9\.9: Other has no next_stored_chunk_idx"):
+        compat.wrap_offloading(OffloadingConnectorScheduler, Other, "9.9")

@@ -57,19 +57,6 @@ def test_of_windows_in_chunks_of_several_blocks_vllms_own_table_is_looked_at(mod
     assert module._window_blocks(scheduler) is None
 
 
-def test_after_a_reset_requests_offer_full_attention_again_and_no_window_that_they_have_offered(module):
-    full, window = (SimpleNamespace(next_stored_chunk_idx=chunks) for chunks in (5, 4))
-    groups = [SimpleNamespace(sliding_window_size_in_chunks=size) for size in (None, 2)]
-    connector = module.KvtiersConnector(engine_config(kvtiers_config="tiers.yaml"), "role", "cache")
-    connector.connector_scheduler = SimpleNamespace(
-        config=SimpleNamespace(kv_group_configs=groups),
-        _req_status={"r": SimpleNamespace(group_states=[full, window])},
-    )
-    assert connector.reset_cache() is True
-    assert (full.next_stored_chunk_idx, window.next_stored_chunk_idx) == (0, 4)
-    assert connector.bugs.count == 0
-
-
 def test_vllm_does_not_flush_the_load_of_a_request_that_a_reset_has_preempted(module):
     connector = module.KvtiersConnector(engine_config(kvtiers_config="tiers.yaml"), "role", "cache")
     jobs = {7: SimpleNamespace(req_id="loaded")}

@@ -68,7 +68,6 @@ def connector(connector_module):
         ("build_connector_meta", [SimpleNamespace(num_scheduled_tokens={})], fake_vllm.OffloadingConnectorMetadata()),
         ("get_transfer_results", [set()], fake_vllm.Results()),
         ("get_block_ids_with_load_errors", [], set()),
-        ("reset_cache", [], True),
         ("bind_connector_metadata", ["metadata"], None),
     ],
 )

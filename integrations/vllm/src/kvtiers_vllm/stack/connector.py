@@ -213,29 +213,6 @@ class KvtiersConnector(OffloadingConnector):
         if isinstance(metadata, WorkerReport):
             self.connector_scheduler.manager.copies_ended(metadata.copies)
 
-    def reset_cache(self) -> bool | None:
-        """Forget all chunks. Requests that run offer what they have again, but not the windows that they have offered.
-
-        A block that a window has moved past may be another request's by now, which vLLM looks for only among those
-        that were not offered yet.
-        """
-        offered = self._offered_windows()
-        answer: bool | None = super().reset_cache()
-        for state, chunks in offered:
-            state.next_stored_chunk_idx = chunks
-        return answer
-
-    @never_raises(list)
-    def _offered_windows(self) -> list[tuple[Any, int]]:
-        """Return vLLM's states of all requests' windows, and how many chunks of each were offered."""
-        scheduler = self.connector_scheduler
-        return [
-            (state, state.next_stored_chunk_idx)
-            for status in scheduler._req_status.values()  # noqa: SLF001 -- vLLM shows it to no connector
-            for group, state in zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
-            if group.sliding_window_size_in_chunks is not None
-        ]
-
     def take_events(self) -> Iterable[Any]:
         """Return the KV events of the primary and the tiers, for vLLM's own publisher."""
         events: list[Any] = self.connector_scheduler.manager.kv_events()
