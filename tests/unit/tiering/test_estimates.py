@@ -114,6 +114,23 @@ def test_steps_that_take_the_same_for_few_tokens_as_for_many_do_not_make_tokens_
     assert cost.seconds_per_token == pytest.approx(seconds)
 
 
+def test_a_step_whose_end_was_seen_with_that_of_the_one_before_says_nothing():
+    """The last step of a burst that was loaded, launched before the report of the last but one was read."""
+    cost = PrefillCost(150e-6, 24.5e-6)
+    for tokens, seconds in ((816, 0.122), (816, 0.153), (1_088, 0.09), (3_808, 0.0135)):
+        cost.observe(tokens, seconds, 7_900.0)
+    assert 12.25e-6 <= cost.seconds_per_token <= 0.153 / 816
+    assert cost.seconds(16_384, 7_900.0) >= 16_384 * 12.25e-6
+
+
+def test_an_estimate_that_most_steps_refute_is_not_believed():
+    """Of an engine that computes in 4 bits, say; a step in three is disturbed."""
+    cost = PrefillCost(150e-6, 80e-6)
+    for tokens, factor in ((8_192, 10), (8_192, 1), (4_096, 1), (8_192, 3), (8_192, 1), (4_096, 1)):
+        cost.observe(tokens, factor * 20e-6 * tokens)
+    assert cost.seconds_per_token == pytest.approx(20e-6)
+
+
 @pytest.mark.parametrize("seconds", [0.13, 0.3])
 def test_the_launch_of_a_burst_s_last_tokens_makes_neither_waits_long_nor_savings_large(seconds):
     """The first step after a restart: 544 tokens of two prompts that were loaded, all of it launches and first uses."""

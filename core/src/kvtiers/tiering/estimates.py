@@ -16,6 +16,10 @@ quarter of the tokens of the largest remembered: with hits alone there are only 
 the longer steps before them. The fixed cost is what is left of the shortest of the last 16 steps without its tokens, by
 what steps of at least twice as many tokens take longer than it does; 0 until such a step was seen.
 
+An engine that launches the next step before it has read the report of the last one reads both together at the end of a
+burst: what is left for the second one is next to nothing. So a step that took less than half of the engine's estimate
+says nothing, unless most did: then the estimate is wrong.
+
 What a load has saved depends on where its tokens are in the prompt, since attention reads all tokens before the one
 that is computed. So the same steps are also fitted by position (``seconds``)::
 
@@ -109,7 +113,7 @@ class PrefillCost:
         self._most = estimate or math.inf
         self.is_measured = False
         """A step of at least ``LEAST_STEP`` tokens was seen."""
-        self._short: deque[tuple[float, int]] = deque(maxlen=_POSITIONED_STEPS)
+        self._short: deque[_Step] = deque(maxlen=_POSITIONED_STEPS)
         self._steps: deque[_Step] = deque(maxlen=_POSITIONED_STEPS)
         self._fixed: float | None = None
         """Seconds of a step that are not its tokens'; None: nothing shows them yet."""
@@ -122,12 +126,12 @@ class PrefillCost:
         """
         if tokens < LEAST_STEP:
             return
-        self._short.append((seconds, tokens))
+        step = _Step(tokens, seconds, position)
+        self._short.append(step)
         last = list(self._steps)[-_STEPS:]
         if last and tokens < _SMALLEST * max(last).tokens:
             self._price(last)
             return
-        step = _Step(tokens, seconds, position)
         self._steps.append(step)
         self._price([*last, step][-_STEPS:])
         self.is_measured = True
@@ -135,14 +139,21 @@ class PrefillCost:
     def _price(self, recent: Sequence[_Step]) -> None:
         self._fit = None
         self._fixed = self._fixed_cost()
-        self.seconds_per_token = _weighted_quantile([(self._per_token(it), it.tokens) for it in recent], _SHARE)
+        prices = [(self._per_token(step), step.tokens) for step in self._possible(recent)]
+        self.seconds_per_token = _weighted_quantile(prices, _SHARE)
+
+    def _possible(self, steps: Iterable[_Step]) -> list[_Step]:
+        """Return the steps that took as long as the estimate allows; all of them where most did not."""
+        steps = list(steps)
+        possible = [step for step in steps if step.seconds >= self._least * step.tokens]
+        return possible if 2 * len(possible) >= len(steps) else steps
 
     def _fixed_cost(self) -> float | None:
         """Return the seconds of a step that are not its tokens', as a longer step beside a short one shows them."""
-        least, tokens = min(self._short)
+        least, tokens = min((step.seconds, step.tokens) for step in self._possible(self._short))
         slopes = [
             ((step.seconds - least) / (step.tokens - tokens), step.tokens)
-            for step in self._steps
+            for step in self._possible(self._steps)
             if step.tokens >= _LONGER * tokens
         ]
         return max(0.0, least - _weighted_quantile(slopes, _SHARE) * tokens) if slopes else None
@@ -171,7 +182,7 @@ class PrefillCost:
     def _fitted(self) -> tuple[float, float]:
         """Return the seconds of a prompt's first token, and how many more each position adds."""
         apart = _APART * max(step.position for step in self._steps)
-        prices = [(self._per_token(step), step) for step in self._steps]
+        prices = [(self._per_token(step), step) for step in self._possible(self._steps)]
         slopes = [
             (second - first) / (b.position - a.position)
             for (first, a), (second, b) in itertools.combinations(prices, 2)
