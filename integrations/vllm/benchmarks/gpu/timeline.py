@@ -37,7 +37,7 @@ PLACES = {
     "kvtiers.gpu.cuda.driver:CudaDriver": ("copy_batch", "launch", "wait"),
     "kvtiers.gpu.worker:GpuWorker": ("_submit", "_advance", "_harvest", "wait"),
     "kvtiers.gpu.cuda.copy:CudaCopies": ("copy",),
-    "kvtiers.tiering.manager:TieringManager": ("reach", "prepare_load", "on_schedule_end", "prepare_store"),
+    "kvtiers.tiering.manager:TieringManager": ("waits_on", "reach", "prepare_load", "on_schedule_end", "prepare_store"),
     "kvtiers.tiering.jobs:JobTable": ("submit", "poll"),
     "kvtiers_vllm.stack.manager:KvtiersManager": ("back_off",),
 }  # fmt: skip
