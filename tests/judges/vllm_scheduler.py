@@ -9,6 +9,7 @@ Stores, loads, the ends of copies and of requests, and resets go to kvtiers, too
 been misused, and nothing may have been raised.
 """
 
+import functools
 import json
 import logging
 import tempfile
@@ -304,7 +305,7 @@ class _Said(logging.Handler):
 _model_config = vllm_unit.ModelConfig
 vllm_unit.ModelConfig = _local_model
 _init_of_vllm = OffloadingConnectorScheduler.__init__
-OffloadingConnectorScheduler.__init__ = _init
+OffloadingConnectorScheduler.__init__ = functools.wraps(_init_of_vllm)(_init)  # kvtiers checks what vLLM's sets
 _on_new_request_of_vllm = OffloadingConnectorScheduler.on_new_request
 OffloadingConnectorScheduler.on_new_request = _on_new_request
 assert vllm_utils  # its spec is the one whose manager is judged
