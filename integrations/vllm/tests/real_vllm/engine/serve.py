@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -214,22 +215,15 @@ class Engine:
 
     def generate_while_stopped(self, host: int, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Answer prompts with a tier's host that has stopped, until a request is preempted that the tier alone has."""
-        core = self._llm.llm_engine.engine_core
-        stopped = [host]
 
-        def get_output() -> Any:
-            outputs = type(core).get_output(core)
-            scheduler = core.engine_core.scheduler
-            if stopped and any(request.num_preemptions for request in scheduler.requests.values()):
-                os.kill(stopped.pop(), signal.SIGCONT)
-                scheduler.reset_connector_cache()
-            return outputs
+        def preempted(core: Any) -> bool:
+            if not any(request.num_preemptions for request in core.scheduler.requests.values()):
+                return False
+            os.kill(host, signal.SIGCONT)
+            core.scheduler.reset_connector_cache()
+            return True
 
-        core.get_output = get_output
-        try:
-            return self.generate(prompts, max_tokens)
-        finally:
-            del core.get_output
+        return self._generate_until(preempted, prompts, max_tokens)
 
     def generate_with_reset(self, prompt: list[int], other: list[int], max_tokens: int, after: int) -> dict[str, Any]:
         """Answer a prompt. After so many tokens, answer another one beside it, and have the connector forget it all."""
@@ -256,23 +250,33 @@ class Engine:
 
     def generate_with_preemption(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Answer prompts, and have a reset preempt all requests that run once they have half of their tokens."""
-        core = self._llm.llm_engine.engine_core
-        due = [True]
+
+        def halfway(core: Any) -> bool:
+            running = core.scheduler.running
+            if len(running) < len(prompts) or any(r.num_output_tokens < max_tokens // 2 for r in running):
+                return False
+            core.reset_prefix_cache(True)
+            return True
+
+        return self._generate_until(halfway, prompts, max_tokens)
+
+    def _generate_until(self, act: Callable[[Any], bool], prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Answer prompts; call ``act`` with vLLM's engine core after each step until it returns True."""
+        client, has_acted = self._llm.llm_engine.engine_core, False
 
         def get_output() -> Any:
-            outputs = type(core).get_output(core)
-            requests = core.engine_core.scheduler.running
-            if due and len(requests) == len(prompts) and all(r.num_output_tokens >= max_tokens // 2 for r in requests):
-                due.clear()
-                core.engine_core.reset_prefix_cache(True)
+            nonlocal has_acted
+            outputs = type(client).get_output(client)
+            has_acted = has_acted or act(client.engine_core)
             return outputs
 
-        core.get_output = get_output
+        client.get_output = get_output
         try:
-            return self.generate(prompts, max_tokens)
+            answer = self.generate(prompts, max_tokens)
         finally:
-            del core.get_output
-            assert not due
+            del client.get_output
+        assert has_acted, "what the test is about never came"
+        return answer
 
     def reset_prefix_cache(self, connector: bool = False) -> dict[str, Any]:
         if connector:
