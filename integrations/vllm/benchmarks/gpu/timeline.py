@@ -121,16 +121,12 @@ def open_engine(model: str, tokens: int, mode: str) -> Any:
     )  # fmt: skip
 
 
-def prompts_of(tokens: int, count: int, factor: int, step: int) -> list[list[int]]:
-    """Return prompts that share no chunk."""
-    return [[(factor * (n + 1) + step * i) % 120_000 + 10 for i in range(tokens)] for n in range(count)]
-
-
 def main() -> None:
     """Run the engine and print its timelines."""
     model, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 16_384
     mode = sys.argv[3] if len(sys.argv) > 3 else "stack"
     llm = open_engine(model, tokens, mode)
+    from engine_run import Engine
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -144,12 +140,12 @@ def main() -> None:
         print(json.dumps({"scene": scene, "ms": round((ended - begun) * 1e3, 2)}))
         return begun, ended
 
-    burst, at_once = prompts_of(tokens // 2, 24, 104_729, 17), f"burst of 24 x {tokens // 2}"
+    burst, at_once = Engine.prompts(24, 24, tokens // 2), f"burst of 24 x {tokens // 2}"
     if "restart" in sys.argv[4:]:
         show("burst, from the store, first of its process", *ask(f"{at_once}, restart", burst), least=0.004)
         return
     time.sleep(float(os.environ.get("SETTLE", "30")))
-    prompts = prompts_of(tokens, 4, 7919, 31)
+    prompts = Engine.prompts(77, 4, tokens)
     for prompt in prompts:
         ask("computed", [prompt])
     time.sleep(3)
