@@ -94,10 +94,14 @@ def check(owner: type, expected: Mapping[str, tuple[str, ...]], version: str, *,
         if name != "__init__" and name in vars(kind)
     ]
     if problems:
-        raise StartError(
-            f"kvtiers does not work with vLLM {version}: {'; '.join(problems)}; "
-            "use another release of vLLM or of kvtiers, and report this"
-        )
+        raise _refusal(version, "; ".join(problems))
+
+
+def _refusal(version: str, problem: str) -> StartError:
+    return StartError(
+        f"kvtiers does not work with vLLM {version}: {problem}; "
+        "use another release of vLLM or of kvtiers, and report this"
+    )
 
 
 def note_unwrapped(problem: str) -> None:
@@ -123,15 +127,15 @@ def wrap_core(core: type, version: str) -> None:
 
 
 def wrap_offloading(scheduler: Any, state: Any, version: str) -> None:
-    """Have requests that run offer no window again after a reset.
+    """Have running requests offer no block of a sliding window a second time after ``reset_cache``.
 
-    vLLM has them offer all that they have again. A block that a window has moved past may be another request's by then,
-    which it looks for only among those that were not offered yet. ``scheduler``: ``OffloadingConnectorScheduler``;
-    ``state``: what that keeps of a request's KV group.
+    vLLM makes them offer all their blocks again. A block that the window has moved past may belong to another request
+    by then, and vLLM checks only blocks that were not offered before. ``scheduler``: ``OffloadingConnectorScheduler``;
+    ``state``: ``RequestGroupState``, what it keeps of a request's KV group.
     """
     check(scheduler, {"reset_cache": ("self",)}, version, sets=("config", "_req_status"))
     if "next_stored_chunk_idx" not in state.__annotations__:
-        raise StartError(f"kvtiers does not work with vLLM {version}: {state.__name__} has no next_stored_chunk_idx")
+        raise _refusal(version, f"{state.__name__} has no next_stored_chunk_idx")
     _wrap(scheduler, "reset_cache", _reset_cache)
 
 
