@@ -675,13 +675,13 @@ def test_loads_that_came_in_time_are_no_line(serve):
 @pytest.mark.parametrize(("unusable", "requests"), [(1, "1 request"), (1200, "1,200 requests")])
 def test_requests_whose_prefix_has_no_checkpoint_are_counted_with_the_option_that_sets_these(serve, unusable, requests):
     serve({**answer(fs=TIER), "figures": {"unusable_prefixes": unusable}})
-    line = f"  {requests} found a prefix without a checkpoint past the engine's own cache, and loaded none of it: "
-    assert f"{line}in vLLM see --prefix-cache-retention-interval\n" in run_of_ours().output
+    line = f"  {requests} found a stored prefix that ends before its next checkpoint, and loaded none of it: "
+    assert f"{line}vLLM's --prefix-cache-retention-interval sets more checkpoints\n" in run_of_ours().output
 
 
 def test_where_each_prefix_has_a_checkpoint_there_is_no_line(serve):
     serve({**answer(fs=TIER), "figures": {"unusable_prefixes": 0}})
-    assert "without a checkpoint" not in run_of_ours().stdout, "another engine of this machine may say so"
+    assert "before its next checkpoint" not in run_of_ours().stdout, "another engine of this machine may say so"
 
 
 def shown(serve, tier, **more):

@@ -77,8 +77,8 @@ def _print(answer: Mapping[str, Any]) -> None:
     if unusable := answer["figures"].get("unusable_prefixes"):
         requests = "1 request" if unusable == 1 else f"{unusable:,.0f} requests"
         click.echo(
-            f"  {requests} found a prefix without a checkpoint past the engine's own cache, and loaded none of it: in "
-            "vLLM see --prefix-cache-retention-interval"
+            f"  {requests} found a stored prefix that ends before its next checkpoint, and loaded none of it: vLLM's "
+            "--prefix-cache-retention-interval sets more checkpoints"
         )
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
     primary = [_primary_row(answer["figures"])] if answer["figures"] else []
